@@ -67,6 +67,8 @@ class PictureRows:
         self._watch = stream.stopwatch()
         self._read_tower = read_tower
         self._tower: Tower[Any] | None = read_tower()
+        self.units = self.tower.order
+        """The units that works count."""
         self._encodings: dict[PictureKey, Encoding] = {}
 
     @property
@@ -167,6 +169,7 @@ class PictureRows:
         """Reads the tower again. Raises as `read_tower` does."""
         if self._tower is None:
             self._tower = self._read_tower()
+            assert self._tower.order == self.units, "works count as before"
 
 
 def mutual_of(

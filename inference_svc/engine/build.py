@@ -44,6 +44,7 @@ from inference_svc.engine.costs import check_pictures, make_pictures, prices_of
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.memory_budget import Budget, check_budgets, human
 from inference_svc.engine.policy.admission import Admission
+from inference_svc.engine.policy.pictures.memory import PictureMemory
 from inference_svc.engine.policy.scheduler import Limits, Scheduler
 from inference_svc.engine.policy.settle import Settler
 from inference_svc.engine.policy.states.pages import Pages
@@ -178,7 +179,8 @@ def _build(
     puller, residency = _residency(config, factory, store, post, stages, backend, host, pace, ranks)
     states = make_states(config, backend)
     masks = Masks(lambda: post(MaskReady()), config.max_sequences)
-    scheduler = _make_scheduler(config, decoder, layout, states, residency, masks)
+    pictures = make_pictures(config, decoder, layout, residency, backend.pictures)
+    scheduler = _make_scheduler(config, decoder, states, residency, masks, pictures)
     if pace is not None:
         pace.is_needed = lambda: bool(scheduler.running) and not residency.loads.queued
     profiler = StepProfiler(factory.profiler_device)
@@ -454,10 +456,10 @@ def _residency(
 def _make_scheduler(
     config: EngineConfig,
     decoder: Decoder,
-    layout: ModelLayout,
     states: States,
     residency: Residency,
     masks: Masks,
+    pictures: PictureMemory | None,
 ) -> Scheduler:
     limits = Limits(
         config.max_sequences,
@@ -467,7 +469,6 @@ def _make_scheduler(
         config.fair_ageing_s,
         computes_whole=decoder.encoder is not None,
     )
-    pictures = make_pictures(config, decoder, layout, residency)
     return Scheduler(limits, states, residency, prices_of(decoder), masks, pictures)
 
 

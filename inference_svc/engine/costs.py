@@ -9,6 +9,7 @@ import torch
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.picture_targets import changes_pictures
 from inference_svc.adapters.residency import Residency
+from inference_svc.backends.pictures import PictureRows
 from inference_svc.core import AdapterKey, EngineConfig
 from inference_svc.engine.policy.pictures.memory import PictureMemory, TowerCosts
 from inference_svc.engine.policy.prices import (
@@ -54,12 +55,18 @@ def _check_room(config: EngineConfig, num_tokens: int) -> None:
 
 
 def make_pictures(
-    config: EngineConfig, decoder: Decoder, layout: ModelLayout, residency: Residency
+    config: EngineConfig,
+    decoder: Decoder,
+    layout: ModelLayout,
+    residency: Residency,
+    rows: PictureRows | None,
 ) -> PictureMemory | None:
-    """Returns None for a model that reads no pictures."""
+    """Returns None for a model that reads no pictures. The backend's `rows` say which units
+    works count."""
     found = decoder.pictures
     if found is None:
         return None
+    assert rows is not None, "the backend reads pictures"
     tower, dtype = found.tower, getattr(torch, config.dtype)
     # A step takes the time of a rank of each stage, and a tower the first rank's.
     of_token = sum(_num_weights(decoder.of_all_stages))
@@ -73,7 +80,7 @@ def make_pictures(
     ]
     widths = [each.mixer.size for each in tower.blocks if isinstance(each.mixer, BothWays)]
     costs = TowerCosts(
-        units=found.units(torch.get_num_threads()),
+        units=rows.units,
         tokens_per_patch=(of_layer + max(of_connectors)) / of_token,
         # A product of a query with a key, and of a weight with a value.
         tokens_per_pair=2 * max(widths) / of_token,

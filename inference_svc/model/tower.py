@@ -103,7 +103,9 @@ class Tower(ABC, Generic[P]):
         self._device = device
         self.weights = weights
         self._units = units
-        self._order = pictures.units(torch.get_num_threads())
+        is_host = device.type == _CPU.type
+        self.order = pictures.units(torch.get_num_threads() if is_host else None)
+        """The units of tiles, which the ones who plan its work count, too."""
         self.most_tokens = MAX_SLICE
         """The most tokens of strips that are computed at once. Memory is counted for MAX_SLICE."""
         self._plans: dict[Size, TilePlan] = {}
@@ -146,7 +148,7 @@ class Tower(ABC, Generic[P]):
             count = self._go_on(encoding, state, pixels, num_units, slot)
             num_units -= count
             encoding.num_units += count
-            if encoding.num_units == self._order.count(encoding.tile):
+            if encoding.num_units == self.order.count(encoding.tile):
                 encoding.index, encoding.num_units, encoding.state = encoding.index + 1, 0, None
                 self._end_tile(state)
 
@@ -166,24 +168,27 @@ class Tower(ABC, Generic[P]):
         num_units: int,
         slot: int,
     ) -> int:
-        """Computes up to so many units of a tile: a share of a strip's attention, or whole strips.
-        Returns how many."""
-        unit = self._order.find(encoding.tile, encoding.num_units)
-        is_whole = not unit.share and num_units >= unit.num_shares
-        num_strips = num_units // unit.num_shares if is_whole else 1
+        """Computes up to so many units of a tile: whole strips, or some shares of the attention of
+        one. Returns how many."""
+        tile, unit = encoding.tile, self.order.find(encoding.tile, encoding.num_units)
+        num_left = unit.num_shares - unit.share
+        is_whole = not unit.share and num_units >= num_left
+        num_strips = num_units // num_left if is_whole else 1
         part = state.plan.part(unit.strip, num_strips, self.most_tokens)
+        count = part.num_strips * unit.num_shares
         mixer = self._units.mixer(unit.layer)
         if mixer is not None and not mixer.in_windows:
             share = Share(0, part.num_tokens, 0, mixer.num_heads)
             if not is_whole:
-                share = self._order.shares(encoding.tile)[unit.share].within(part.num_tokens)
-            if share.first < share.end:
-                self._attend(state, unit.layer, part, share)
-        if is_whole or unit.share == unit.num_shares - 1:
-            tile = self._pixels(encoding, pixels)
-            for out, rows in self._compute(state, unit.layer, part, tile, slot):
+                share, count = self.order.joined(tile, unit.share, min(num_units, num_left))
+            own = share.within(part.num_tokens)
+            if own.first < own.end:
+                self._attend(state, unit.layer, part, own)
+        if is_whole or count == num_left:
+            inputs = self._pixels(encoding, pixels)
+            for out, rows in self._compute(state, unit.layer, part, inputs, slot):
                 self._place(encoding, part, out, rows)
-        return part.num_strips * unit.num_shares if is_whole else 1
+        return count
 
     def _plan(self, tile: Size) -> TilePlan:
         plan = self._plans.get(tile)
@@ -272,7 +277,7 @@ class TorchTower(Tower[TorchLinear]):
         black = bytes(tile.height * tile.width * CHANNELS)
         for lora in self._any_loras:
             self._lora = lora
-            super().go_on(self.begin(tile, 1), black, self._order.count(tile), BASE_SLOT)
+            super().go_on(self.begin(tile, 1), black, self.order.count(tile), BASE_SLOT)
 
     def _begin_tile(self, plan: TilePlan) -> TorchTile:
         units, dtype = self._units, self.weights.dtype

@@ -49,17 +49,31 @@ class TowerUnits(NamedTuple):
     """The units of a tower of `tiles`: layer by layer, strip by strip. `sees_all` says of each
     layer whether its patches see all of a tile. Then the attention of a strip, of `num_heads`, is
     divided into shares of up to `most_pairs` queries times keys, but of a few queries of one head
-    at least: a large tile's would take too long beside the tokens of texts."""
+    at least: a large tile's would take too long beside the tokens of texts. None: it is not."""
 
     tiles: TileForm
     sees_all: tuple[bool, ...]
     num_heads: int
-    most_pairs: int
+    most_pairs: int | None
 
     def shares(self, tile: Size) -> tuple[Share, ...]:
         """Returns the shares of a strip's attention in layers that see all of a tile; in others it
         is one. A small strip may lack the queries of some."""
         return _shares(self, tile)
+
+    def joined(self, tile: Size, first: int, count: int) -> tuple[Share, int]:
+        """Returns the largest share that is several neighbours of `shares` from `first` on, of so
+        many, and their number: heads with all of their queries, or queries of one head."""
+        own = self.shares(tile)[first : first + count]
+        found = box = own[0]
+        number, num_queries = 1, 0
+        for place, each in enumerate(own, 1):
+            ends = max(box.end, each.end), box.first_head, each.end_head
+            box = Share(min(box.first, each.first), *ends)
+            num_queries += each.num_queries
+            if box.num_queries == num_queries:
+                found, number = box, place
+        return found, number
 
     def per_strip(self, tile: Size) -> tuple[int, ...]:
         """Returns the units of a strip before the first layer's attention, and in each layer."""
@@ -85,6 +99,8 @@ class TowerUnits(NamedTuple):
 def _shares(units: TowerUnits, tile: Size) -> tuple[Share, ...]:
     num_heads = units.num_heads
     num_queries = max(end - start for start, end in units.tiles.strips(tile))
+    if units.most_pairs is None:
+        return (Share(0, num_queries, 0, num_heads),)
     num_pairs = num_queries * num_heads * units.tiles.inner_tokens(tile)
     wanted = -(-num_pairs // units.most_pairs)
     if wanted <= num_heads:

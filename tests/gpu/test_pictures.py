@@ -8,6 +8,7 @@ import torch
 
 from inference_svc.backends.cuda import graphs
 from inference_svc.backends.cuda.graphs import CudaRecorder
+from inference_svc.model.description import decoder as described
 from tests.support.gpu.models import Eager, Model, assert_close, run
 from tests.support.gpu.pictures import (
     READERS,
@@ -29,6 +30,8 @@ def check_equal(tmp_path, device, on_device, monkeypatch):
     """`check_equal(name, dtype)` computes the same pictures and steps in both ways."""
 
     def check(name: str, dtype: torch.dtype) -> None:
+        # In many shares where the device is emulated; a GPU divides no attention.
+        monkeypatch.setattr(described, "PAIRS_PER_THREAD", 1)
         decoder = make_reader(name, tmp_path)
         host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
         for model in (host, there):

@@ -208,13 +208,16 @@ def test_a_sleeping_server_has_no_tower(path: str, smolvlm: Reader, start: Calla
     running = start(smolvlm.zoo, native_kernels=PATHS[path], **SETTINGS)
     first = submit(running, smolvlm, "", "three")
     assert running.result(first)[0] == smolvlm.expected("", "three")
-    backend = running.engine.built.engine.runner.backend
+    engine = running.engine.built.engine
+    backend, costs = engine.runner.backend, engine.scheduler.pictures.costs
+    assert costs.units is backend.pictures.units is backend.pictures.tower.order
     held = backend.pictures.num_bytes + backend.kv_bytes + backend.weights_bytes
     assert backend.pictures.num_bytes > 0
     assert backend.pictures.weights_bytes > 0
     assert running.call(Command.SLEEP, frees_weights=True).result == held
     assert backend.pictures.num_bytes == backend.pictures.weights_bytes == 0
     running.call(Command.WAKE)
+    assert costs.units == backend.pictures.tower.order
     again = submit(running, smolvlm, "", "three")
     assert running.result(again)[0] == smolvlm.expected("", "three")
     running.check_idle()

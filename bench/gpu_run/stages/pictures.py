@@ -66,7 +66,7 @@ class _Reader:
         self.model, self.backend, self.tile = model, backend, tile
         self.num_tokens = pictures.tiles.tokens(tile)
         self.num_patches = pictures.tiles.inner_tokens(tile)
-        self.num_units = pictures.units(torch.get_num_threads()).count(tile)
+        self.num_units = self.rows.units.count(tile)
         values = torch.randint(256, (tile.height * tile.width * 3,), dtype=torch.uint8)
         self._pixels = SharedBytes.of("loadout-pixels", values.numpy().tobytes())
         self._num_made = 0

@@ -398,12 +398,15 @@ class Pictures:
         assert self.tower.patches is not None
         return self.tower.patches.form
 
-    def units(self, num_threads: int) -> TowerUnits:
-        """Returns the units of the tower's work, if so many threads compute it."""
+    def units(self, num_threads: int | None) -> TowerUnits:
+        """Returns the units of the tower's work, if so many threads compute it. None: a device
+        does, of which a strip's attention takes a small part: by heads it would take no less
+        time."""
         mixers = [each.mixer for each in self.tower.blocks if isinstance(each.mixer, BothWays)]
         sees_all = tuple(not each.in_windows for each in mixers)
         num_heads = max(each.num_heads for each in mixers)
-        return TowerUnits(self.tiles, sees_all, num_heads, PAIRS_PER_THREAD * num_threads)
+        most_pairs = None if num_threads is None else PAIRS_PER_THREAD * num_threads
+        return TowerUnits(self.tiles, sees_all, num_heads, most_pairs)
 
     @property
     def positions(self) -> PicturePositions | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from inference_svc.core import BASE_SLOT, EngineConfig
 from inference_svc.model.architectures import load_description
 from inference_svc.model.description import decoder
 from inference_svc.pictures.sizes import Size
+from kernels.attention import both_ways
 from kernels.lora.table import MAX_PARTS
 from tests.support.pictures.models import PATCH, READERS, TILE, make_reader
 from tests.support.pictures.towers import BACKENDS, compute, tower_of
@@ -110,9 +112,7 @@ def test_attention_that_is_divided_has_the_same_bits(
     per_thread = max(most_pairs // torch.get_num_threads(), 1)
     monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", per_thread)
     tower = tower_of(tmp_path, backend, dtype)
-    pictures = load_description(tmp_path, with_pictures=True).pictures
-    assert pictures is not None
-    units = pictures.units(torch.get_num_threads())
+    units = tower.order
     assert len(units.shares(tile)) > 1
     for num_units in (1, 3, 50):
         for own, wanted in zip(pixels, whole, strict=True):
@@ -120,3 +120,26 @@ def test_attention_that_is_divided_has_the_same_bits(
             num_turns = compute(tower, encoding, own.tobytes(), num_units)
             assert num_turns == -(-units.count(tile) // num_units)
             torch.testing.assert_close(encoding.rows, wanted.rows, rtol=tolerance, atol=tolerance)
+
+
+def test_shares_that_a_step_pays_for_are_computed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_reader("Qwen2VL", tmp_path)
+    monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", 1)
+    tower, tile = tower_of(tmp_path, "torch"), Size(20 * PATCH, 14 * PATCH)
+    attend, num_attends = both_ways.attend_all, 0
+
+    def count(*args: Any) -> torch.Tensor:
+        nonlocal num_attends
+        num_attends += 1
+        return attend(*args)
+
+    monkeypatch.setattr(both_ways, "attend_all", count)
+    black, found = bytes(3 * tile.height * tile.width), []
+    num_shares = len(tower.order.shares(tile))
+    for num_units in (1, num_shares - 1):
+        num_attends = 0
+        compute(tower, tower.begin(tile, 1), black, num_units)
+        found.append(num_attends)
+    assert 0 < found[1] < found[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
-from inference_svc.pictures.units import TowerUnits
+from inference_svc.pictures.units import Share, TowerUnits
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
@@ -453,6 +455,32 @@ def test_shares_of_attention_are_all_of_it() -> None:
             for strip in range(len(form.strips(tile)))
             for share in range(count)
         }
+
+
+@pytest.mark.parametrize("most_pairs", [1, 20_000, 50_000, 1 << 40])
+def test_shares_are_joined_as_far_as_they_are_one(most_pairs: int) -> None:
+    """Joined shares have the heads and queries of the single ones, and no more would be one."""
+    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (True,), 5, most_pairs)
+    tile = Size(4 * 22, 4 * 21)
+    shares = units.shares(tile)
+
+    def covered(own: Iterable[Share]) -> set[tuple[int, int]]:
+        """Queries and heads."""
+        return {cell for each in own for cell in product(range(*each[:2]), range(*each[2:]))}
+
+    for first, end in combinations(range(len(shares) + 1), 2):
+        found, number = units.joined(tile, first, end - first)
+        assert covered([found]) == covered(shares[first : first + number])
+        for longer in range(first + number + 1, end + 1):
+            own = covered(shares[first:longer])
+            sides = (len(set(side)) for side in zip(*own, strict=True))
+            assert len(own) < prod(sides)
+    assert units.joined(tile, 0, len(shares)) == (Share(0, shares[-1].end, 0, 5), len(shares))
+
+
+def test_a_device_divides_no_attention() -> None:
+    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (False, True), 3, None)
+    assert units.per_strip(large_picture().tile) == (1, 1, 1)
 
 
 def test_a_sequence_that_stops_lets_go() -> None:
