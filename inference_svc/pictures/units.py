@@ -13,7 +13,8 @@ PAIRS_PER_THREAD = 1 << 19
 """The products of queries with keys that each thread computes in a unit, at most about: as many as
 a strip of a tile of 1,024 patches has in 16 heads. They take some milliseconds."""
 PASS_QUERIES = 16
-"""The queries that pass over the keys at once: fewer take as long."""
+"""The queries that pass over the keys at once, as an item of a thread's work. With AMX fewer take
+as long; other processors compute some of them at a time, and a share could have fewer."""
 
 
 class Share(NamedTuple):
@@ -48,13 +49,15 @@ class Unit(NamedTuple):
 class TowerUnits(NamedTuple):
     """The units of a tower of `tiles`: layer by layer, strip by strip. `sees_all` says of each
     layer whether its patches see all of a tile. Then the attention of a strip, of `num_heads`, is
-    divided into shares of up to `most_pairs` queries times keys, but of a few queries of one head
-    at least: a large tile's would take too long beside the tokens of texts. None: it is not."""
+    divided into shares of up to `most_pairs` queries times keys: a large tile's would take too long
+    beside the tokens of texts. None: it is not. A share has a pass of PASS_QUERIES of a head for
+    each of `num_threads` at least, so of the largest tiles it may have more pairs."""
 
     tiles: TileForm
     sees_all: tuple[bool, ...]
     num_heads: int
     most_pairs: int | None
+    num_threads: int = 1
 
     def shares(self, tile: Size) -> tuple[Share, ...]:
         """Returns the shares of a strip's attention in layers that see all of a tile; in others it
@@ -97,21 +100,27 @@ class TowerUnits(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _shares(units: TowerUnits, tile: Size) -> tuple[Share, ...]:
-    num_heads = units.num_heads
+    num_heads, num_threads = units.num_heads, units.num_threads
     num_queries = max(end - start for start, end in units.tiles.strips(tile))
     if units.most_pairs is None:
         return (Share(0, num_queries, 0, num_heads),)
     num_pairs = num_queries * num_heads * units.tiles.inner_tokens(tile)
     wanted = -(-num_pairs // units.most_pairs)
-    if wanted <= num_heads:
-        borders = [num_heads * index // wanted for index in range(wanted + 1)]
-        return tuple(Share(0, num_queries, *heads) for heads in pairwise(borders))
-    return tuple(_shares_of_heads(num_heads, num_queries, -(-wanted // num_heads)))
+    # No thread without a pass: the others' would take as long.
+    num_passes = -(-num_queries // PASS_QUERIES)
+    per_head = min(-(-wanted // num_heads), max(num_passes // num_threads, 1))
+    if per_head > 1:
+        return tuple(_shares_of_heads(num_heads, num_queries, per_head))
+    least_heads = min(-(-num_threads // num_passes), num_heads)
+    count = min(wanted, num_heads // least_heads)
+    borders = [num_heads * index // count for index in range(count + 1)]
+    return tuple(Share(0, num_queries, *heads) for heads in pairwise(borders))
 
 
-def _shares_of_heads(num_heads: int, num_queries: int, wanted: int) -> Iterator[Share]:
-    """Yields shares of one head each, so many of each head if there are enough queries."""
-    size = -(-num_queries // (wanted * PASS_QUERIES)) * PASS_QUERIES
+def _shares_of_heads(num_heads: int, num_queries: int, per_head: int) -> Iterator[Share]:
+    """Yields shares of one head each, so many of each head, of whole passes."""
+    num_passes = -(-num_queries // PASS_QUERIES)
+    ends = [num_passes * index // per_head * PASS_QUERIES for index in range(per_head + 1)]
     for head in range(num_heads):
-        for first in range(0, num_queries, size):
-            yield Share(first, min(first + size, num_queries), head, head + 1)
+        for first, end in pairwise(ends):
+            yield Share(first, min(end, num_queries), head, head + 1)

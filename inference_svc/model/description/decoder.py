@@ -405,8 +405,10 @@ class Pictures:
         mixers = [each.mixer for each in self.tower.blocks if isinstance(each.mixer, BothWays)]
         sees_all = tuple(not each.in_windows for each in mixers)
         num_heads = max(each.num_heads for each in mixers)
-        most_pairs = None if num_threads is None else PAIRS_PER_THREAD * num_threads
-        return TowerUnits(self.tiles, sees_all, num_heads, most_pairs)
+        if num_threads is None:
+            return TowerUnits(self.tiles, sees_all, num_heads, None)
+        most_pairs = PAIRS_PER_THREAD * num_threads
+        return TowerUnits(self.tiles, sees_all, num_heads, most_pairs, num_threads)
 
     @property
     def positions(self) -> PicturePositions | None:

@@ -18,7 +18,7 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
-from inference_svc.pictures.units import Share, TowerUnits
+from inference_svc.pictures.units import PASS_QUERIES, Share, TowerUnits
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
@@ -476,6 +476,22 @@ def test_shares_are_joined_as_far_as_they_are_one(most_pairs: int) -> None:
             sides = (len(set(side)) for side in zip(*own, strict=True))
             assert len(own) < prod(sides)
     assert units.joined(tile, 0, len(shares)) == (Share(0, shares[-1].end, 0, 5), len(shares))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7, 20, 64])
+def test_a_share_has_work_for_each_thread(num_threads: int) -> None:
+    """Or is the whole; work is a few queries of a head."""
+    tile = large_picture().tile
+    for num_heads in (1, 5, 16):
+        units = TowerUnits(TileForm(0, 2), (True,), num_heads, 1, num_threads)
+        shares = units.shares(tile)
+        whole = Share(0, 32, 0, num_heads)
+        assert sum(each.num_queries for each in shares) == whole.num_queries
+        for each in shares:
+            num_passes = -(-(each.end - each.first) // PASS_QUERIES) * (
+                each.end_head - each.first_head
+            )
+            assert num_passes >= num_threads or shares == (whole,)
 
 
 def test_a_device_divides_no_attention() -> None:
