@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -93,31 +94,42 @@ def test_a_tower_has_the_state_of_one_tile(name: str, backend: str, tmp_path: Pa
         assert torch.equal(encoding.rows, wanted.rows)
 
 
-@pytest.mark.parametrize("most_pairs", [1, 4_000, 8_000])
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Mistral3"])
+@pytest.mark.parametrize(
+    ("name", "most_pairs", "slot"),
+    [
+        *product(["Qwen2VL", "Qwen2_5_VL", "Mistral3"], [1, 4_000, 8_000], [BASE_SLOT]),
+        ("Qwen2_5_VL", 4_000, 0),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_that_is_divided_has_the_same_bits(
-    name: str, most_pairs: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    most_pairs: int,
+    backend: str,
+    slot: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many shares of a strip's attention are computed at once. Torch may round anew."""
+    """However many shares of a strip's attention are computed at once, without an adapter and with
+    one. Torch may round anew."""
     tolerance = 0.0 if backend == "native" else 1e-5
     dtype = torch.bfloat16 if backend == "native" else torch.float32
     make_reader(name, tmp_path)
     tile = Size(20 * PATCH, 14 * PATCH)
     pixels = torch.randint(0, 256, (2, *tile, 3), dtype=torch.uint8).numpy()
-    tower = tower_of(tmp_path, backend, dtype)
+    tower = tower_of(tmp_path, backend, dtype, has_adapter=True)
     whole = [tower.begin(tile, 1) for _ in range(2)]
     for encoding, own in zip(whole, pixels, strict=True):
-        compute(tower, encoding, own.tobytes(), 1000)
+        compute(tower, encoding, own.tobytes(), 1000, slot)
     per_thread = max(most_pairs // torch.get_num_threads(), 1)
     monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", per_thread)
-    tower = tower_of(tmp_path, backend, dtype)
+    tower = tower_of(tmp_path, backend, dtype, has_adapter=True)
     units = tower.order
     assert len(units.shares(tile)) > 1
     for num_units in (1, 3, 50):
         for own, wanted in zip(pixels, whole, strict=True):
             encoding = tower.begin(tile, 1)
-            num_turns = compute(tower, encoding, own.tobytes(), num_units)
+            num_turns = compute(tower, encoding, own.tobytes(), num_units, slot)
             assert num_turns == -(-units.count(tile) // num_units)
             torch.testing.assert_close(encoding.rows, wanted.rows, rtol=tolerance, atol=tolerance)
 
