@@ -139,11 +139,11 @@ class PictureReader:
         the account's `work`. Raises ShareExceeded if too many files wait."""
         return self._submit(account, self._decode, image, account, is_cancelled)
 
-    def hashes(
-        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
-    ) -> Future[list[bytes]]:
-        """Has a thread find the sha256 of files. Parameters, charges and errors as of `decode`."""
-        return self._submit(account, self._hashes, images, account, is_cancelled)
+    def hash(
+        self, image: MessageImage, account: str, is_cancelled: threading.Event
+    ) -> Future[bytes]:
+        """Has a thread find the sha256 of a file. Parameters, charges and errors as of `decode`."""
+        return self._submit(account, self._hash, image, account, is_cancelled)
 
     def _submit(
         self, account: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -158,15 +158,9 @@ class PictureReader:
         # This thread's time, too: it sends the file to a process.
         return self.work.run(account, measure, image.data, image.where, check, charge)
 
-    def _hashes(
-        self, images: Sequence[MessageImage], account: str, is_cancelled: threading.Event
-    ) -> list[bytes]:
-        def find() -> Iterator[bytes]:
-            for image in images:
-                _check(is_cancelled)
-                yield hashlib.sha256(image.data).digest()
-
-        return self.work.run(account, list, find())
+    def _hash(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> bytes:
+        _check(is_cancelled)
+        return self.work.run(account, lambda: hashlib.sha256(image.data).digest())
 
     def _decode(self, image: MessageImage, account: str, is_cancelled: threading.Event) -> Tiles:
         assert self.decoder is not None, "the server reads pictures"
@@ -272,15 +266,9 @@ class CallPictures:
         is another file of its length."""
         lengths = Counter(len(each.data) for each in images)
         keys = [each.sha256 or index for index, each in enumerate(images)]
-        places = [
-            place
-            for place, each in enumerate(images)
-            if not each.sha256 and lengths[len(each.data)] > 1
-        ]
-        if places:
-            unknown = [images[place] for place in places]
-            found = await self._done(partial(self._reader.hashes, unknown), account)
-            for place, sha256 in zip(places, found, strict=True):
+        for place, each in enumerate(images):
+            if not each.sha256 and lengths[len(each.data)] > 1:
+                sha256 = await self._done(partial(self._reader.hash, each), account)
                 keys[place] = sha256
         return keys
 

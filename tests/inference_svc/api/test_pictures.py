@@ -292,6 +292,25 @@ def test_decoding_is_charged_and_waits_for_its_debt(reader: PictureReader) -> No
     assert reader.pixels.used == 0
 
 
+def test_each_file_has_turns_of_its_own(
+    reader: PictureReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To be hashed, because another one is as long; for its header; and to be decoded."""
+    turn, num_turns = reader.work.turn, 0
+
+    def counted(account: str) -> Any:
+        nonlocal num_turns
+        num_turns += 1
+        return turn(account)
+
+    monkeypatch.setattr(reader.work, "turn", counted)
+    files = [encoded(picture(9, 9, seed=seed)) for seed in range(2)]
+    length = sum(map(len, files))
+    with reader.of_call() as call:
+        read(call, chat(*(each + bytes(length - len(each)) for each in files)))
+    assert num_turns == 3 * len(files)
+
+
 @pytest.fixture
 def decoded(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are decoded from now on."""
