@@ -57,8 +57,9 @@ async def at_pace(
     size_of: Callable[[MessageT], int],
     too_slow: Callable[[Pace], Exception],
 ) -> AsyncGenerator[MessageT]:
-    """Yields the messages of a peer, of which each has so many bytes. Raises what `too_slow`
-    returns for a peer that is slower than `pace`. The time of the reader does not count."""
+    """Yields the messages of a peer, each of which counts as the bytes that `size_of` returns.
+    Raises what `too_slow` returns for a peer that is slower than `pace`. The time of the reader
+    does not count."""
     rate = MinimumRate(pace)
     while True:
         try:

@@ -15,7 +15,7 @@ rope           Rotary position embedding: its parameters, and their frequencies.
 operations     The operations of a step, as data.
 walk           The one walk over a description, which lists a step's operations.
 lifetimes      When a step's values are needed, and the memory that they take.
-tower          Vision towers, some layers of a strip at a time, and the ones in torch.
+tower          Vision towers, which compute in units, and the ones in torch.
 transformer    The decoder in torch: executes a step's operations.
 step           A step that torch is computing.
 layers         The decoder's parts that hold something: linear layers, frequencies.

@@ -1,4 +1,4 @@
-"""Vision towers: make the embeddings of a picture's tokens, some layers of a strip at a time."""
+"""Vision towers: make the embeddings of a picture's tokens, some units at a time."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 //
 // A work item is one head of a span of a row's queries. Its keys and values are copied once, as the
 // products read them, unless they were packed before, for all items. Then each few queries pass over
-// all of them, segment by segment: first
-// their scores, then the softmax, carried along in fp32, then the weighted values. Segments begin at
-// fixed positions of the row, so that a query's bits depend on its own row alone.
+// all of them, segment by segment: first their scores, then the softmax, carried along in fp32, then
+// the weighted values. Segments begin at fixed positions of the row, so that a query's bits depend on
+// its own row alone.
 #include <algorithm>
 
 #include "attention_products.h"

@@ -21,9 +21,10 @@ from kernels.host_memory import row_stride
 
 @dataclass(slots=True)
 class NativeTile(TileState):
-    """The stream [tokens, size], and queries, keys and values [tokens, 3 * size], of which layers
-    without windows have the queries alone; of these the `packed` keys and values of the last two,
-    as each reads the one before. `angles` are cos and sin of each rotation, [tokens, half]."""
+    """The stream [tokens, size], and queries, keys and values [tokens, 3 * size]. Layers without
+    windows have only queries there, whose place the outputs of attention take; their keys and
+    values are `packed`, of the last two layers, as each reads the one before. `angles` are cos and
+    sin of each rotation, [tokens, half]."""
 
     hidden: Tensor
     qkv: Tensor
