@@ -20,7 +20,7 @@ from inference_svc.model.description import Decoder, Pictures
 from inference_svc.model.inputs import PlacedRows
 from inference_svc.model.layers import TorchLinear, TorchProjections
 from inference_svc.model.sharding.exchange import Exchange, StagedExchange
-from inference_svc.model.sharding.pictures import has_tower, reaches_stages, takes_pictures
+from inference_svc.model.sharding.pictures import reaches_stages, takes_pictures
 from inference_svc.model.tower import Encoding, TorchTower, Tower
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture
 from inference_svc.pictures.sizes import MAX_SLICE
@@ -181,16 +181,16 @@ def mutual_of(
 
 
 def hand_out(placed: Iterable[PlacedRows], decoder: Decoder, exchange: Exchange) -> None:
-    """Hands a step's embeddings to the other ranks that compute with them. The first rank of all
-    calls it, and others call `take_in`."""
-    broadcast = _broadcast_of(decoder, exchange)
+    """Hands a step's embeddings to the other ranks that compute with them, all at once, because
+    each broadcast has its own delay. The first rank of all calls it, and others call `take_in`."""
+    parts = [each.rows for each in placed]
+    broadcast = _broadcast_of(decoder, exchange) if parts else None
     if broadcast is not None:
-        for each in placed:
-            broadcast(each.rows)
+        broadcast(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def take_in(
-    tokens: Iterable[tuple[int, int]],
+    tokens: Sequence[tuple[int, int]],
     decoder: Decoder,
     exchange: Exchange | None,
     dtype: torch.dtype,
@@ -198,15 +198,16 @@ def take_in(
 ) -> tuple[PlacedRows, ...]:
     """Returns the embeddings that the first rank hands out, of the step's tokens [start, end); none
     on a rank that computes with none."""
+    if not tokens:
+        return ()
     broadcast = None if exchange is None else _broadcast_of(decoder, exchange)
     if broadcast is None or decoder.pictures is None:
         return ()
-    size, found = decoder.pictures.row_size, list[PlacedRows]()
-    for start, end in tokens:
-        rows = torch.empty(end - start, size, dtype=dtype, device=device)
-        broadcast(rows)
-        found.append(PlacedRows(start, rows))
-    return tuple(found)
+    counts = [end - start for start, end in tokens]
+    rows = torch.empty(sum(counts), decoder.pictures.row_size, dtype=dtype, device=device)
+    broadcast(rows)
+    parts = zip(tokens, rows.split(counts), strict=True)
+    return tuple(PlacedRows(start, part) for (start, _), part in parts)
 
 
 def _broadcast_of(decoder: Decoder, exchange: Exchange) -> Callable[[Tensor], None] | None:
@@ -219,8 +220,9 @@ def _broadcast_of(decoder: Decoder, exchange: Exchange) -> Callable[[Tensor], No
 
 
 def handed_bytes(decoder: Decoder, max_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the memory of the embeddings that `take_in` returns, of a step of so many tokens."""
-    takes_part = takes_pictures(decoder) or reaches_stages(decoder)
-    if decoder.pictures is None or has_tower(decoder) or not takes_part:
+    """Returns the memory of the embeddings that go from rank to rank, of a step of so many tokens:
+    `take_in` returns them, and `hand_out` lays them side by side."""
+    is_shared = takes_pictures(decoder) and decoder.rank is not None
+    if decoder.pictures is None or not (is_shared or reaches_stages(decoder)):
         return 0
     return max_tokens * decoder.pictures.row_size * dtype.itemsize

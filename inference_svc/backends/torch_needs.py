@@ -163,10 +163,11 @@ def picture_needs(
     """Returns the memory of a vision tower in torch, if it is here: its weights; the workspace of
     a part of a tile, with the tile's pixels; the tile's plan and state, which stay while other
     steps are computed; and the embeddings of pictures. Pixels of requests lie on the host. Of
-    another rank, the embeddings that it gets for a step."""
+    several ranks each has the embeddings of a step, too."""
     found, dtype = decoder.pictures, getattr(torch, config.dtype)
+    shared_bytes = handed_bytes(decoder, config.max_batch_tokens, dtype)
     if found is None or not has_tower(decoder):
-        return MemoryNeeds(0, handed_bytes(decoder, config.max_batch_tokens, dtype))
+        return MemoryNeeds(0, shared_bytes)
     tower = found.tower
     count = found.max_inner_tokens(config.max_model_len)
     part = found.tiles.max_part(count)
@@ -178,8 +179,8 @@ def picture_needs(
     part_bytes = transformer_bytes(tower, sizes, own.of_op) + read_bytes
     making_bytes = count * _angles_width(tower) * ANGLE_BYTES
     held_bytes = tile_bytes(tower, dtype, count) + NUM_PLANS * plan_bytes(found, count)
-    num_bytes = held_bytes + max(part_bytes, making_bytes)
-    return MemoryNeeds(weights_bytes(tower, dtype), num_bytes + config.prompt_image_bytes)
+    num_bytes = held_bytes + max(part_bytes, making_bytes) + config.prompt_image_bytes
+    return MemoryNeeds(weights_bytes(tower, dtype), num_bytes + shared_bytes)
 
 
 def tile_bytes(tower: Decoder, dtype: torch.dtype, count: int) -> int:

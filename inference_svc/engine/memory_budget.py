@@ -15,7 +15,6 @@ from inference_svc.engine.compute.routed_pages import routed_pages_bytes
 from inference_svc.errors import DeviceFull
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.description import Decoder, Rank
-from inference_svc.model.sharding.pictures import has_tower
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +138,8 @@ def local_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory)
 
 def most_needs(config: EngineConfig, decoder: Decoder, backend: BackendFactory) -> MemoryNeeds:
     """Returns the needs of the rank that needs the most of a device, where each has one; `decoder`
-    is the first one's part, which has the vision tower."""
-    parts = [*decoder.every_stage]
-    if has_tower(decoder) and decoder.rank is not None:
-        parts.append(_of_other_rank(parts[0]))
-    needs = (backend.memory_needs(config, each) for each in parts)
+    is the first one's part: no rank of a stage needs more than its first one."""
+    needs = (backend.memory_needs(config, each) for each in decoder.every_stage)
     return max(needs, key=lambda each: sum(astuple(each)))
 
 

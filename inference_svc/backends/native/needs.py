@@ -83,10 +83,11 @@ def held_bytes(config: EngineConfig, decoder: Decoder) -> int:
 def tower_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
     """Returns the weights of the vision tower, if it is here; and the workspace of a part of a
     tile, the state of the largest tile, which stays while other steps are computed, and the
-    embeddings of pictures. Of another rank, the embeddings that it gets for a step."""
+    embeddings of pictures. Of several ranks each has the ones of a step, too."""
     found, dtype = decoder.pictures, getattr(torch, config.dtype)
+    shared_bytes = handed_bytes(decoder, config.max_batch_tokens, dtype)
     if found is None or not has_tower(decoder):
-        return MemoryNeeds(0, handed_bytes(decoder, config.max_batch_tokens, dtype))
+        return MemoryNeeds(0, shared_bytes)
     tower, form = found.tower, found.tiles
     longest = found.max_inner_tokens(config.max_model_len)
     most = form.max_part(longest)
@@ -104,6 +105,7 @@ def tower_needs(config: EngineConfig, decoder: Decoder) -> MemoryNeeds:
         + tile_bytes(tower, dtype, longest)
         + _tower_adapters_bytes(of_part, decoder)
         + config.prompt_image_bytes
+        + shared_bytes
     )
     kernel_bytes = tower.hidden_size * num_pixels * torch.float32.itemsize
     return MemoryNeeds(weights_bytes(tower, dtype) + kernel_bytes, others_bytes)

@@ -12,13 +12,22 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.backends.base import MemoryNeeds
+from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native.backend import NativeBackend, NativeFactory
 from inference_svc.backends.native.buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
 from inference_svc.core import EngineConfig, Nodes
 from inference_svc.engine.build import build_engine, describe
-from inference_svc.engine.memory_budget import Budget, Line, human, local_needs, plan_budgets
+from inference_svc.engine.memory_budget import (
+    Budget,
+    Line,
+    human,
+    local_needs,
+    most_needs,
+    plan_budgets,
+)
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.description import Decoder, Rank
 from inference_svc.model.sharding.description import of_rank
 from inference_svc.model.sharding.stages import of_stage
@@ -32,7 +41,7 @@ from tests.support.pictures.models import save_config
 pytestmark = pytest.mark.matrix
 
 MIB = 1 << 20
-NATIVE, TORCH = NativeFactory(), TorchFactory()
+NATIVE, TORCH, CUDA = NativeFactory(), TorchFactory(), CudaFactory()
 
 
 def budget_of(
@@ -100,7 +109,7 @@ def test_the_arithmetic_is_of_all_stages(config: EngineConfig) -> None:
 
 def test_one_rank_has_the_tower(tmp_path: Path) -> None:
     """Its weights, workspace and embeddings count once, whatever the number of ranks and stages,
-    and on the machine of rank 0; others have memory for the embeddings of a step."""
+    and on the machine of rank 0; all have memory for the embeddings of a step."""
     folder = save_config("Qwen3VL", tmp_path / "model")
     config = EngineConfig(
         folder, "wide", num_threads=1, max_prompt_images=4, prompt_image_bytes=64 * MIB
@@ -108,7 +117,7 @@ def test_one_rank_has_the_tower(tmp_path: Path) -> None:
     for factory in (TORCH, NATIVE):
         without = local(factory, replace(config, max_prompt_images=0))
         tower = local(factory, config)
-        for count, num_stages, num_others in ((2, 1, 1), (1, 2, 1), (2, 2, 3)):
+        for count, num_stages in ((2, 1), (1, 2), (2, 2)):
             shape = {"tensor_parallel": count, "pipeline_parallel": num_stages}
             of_ranks = local(factory, replace(config, **shape))
             of_texts = local(factory, replace(config, **shape, max_prompt_images=0))
@@ -119,7 +128,16 @@ def test_one_rank_has_the_tower(tmp_path: Path) -> None:
             step = config.max_batch_tokens * pictures.row_size * 4
             added = of_ranks.workspace_bytes - of_texts.workspace_bytes
             of_tower = tower.workspace_bytes - without.workspace_bytes
-            assert of_tower + num_others * step <= added < 2 * of_tower
+            assert of_tower + count * num_stages * step <= added < 2 * of_tower
+    of_two = replace(config, tensor_parallel=2)
+    others = CUDA.memory_needs(of_two, describe(of_two, 1))
+    most = most_needs(of_two, describe(of_two, 0), CUDA)
+    tower_bytes = weights_bytes(pictures.tower, torch.float32)
+    assert most.weights_bytes - others.weights_bytes == tower_bytes
+    assert most.workspace_bytes - others.workspace_bytes > config.prompt_image_bytes
+    texts = replace(of_two, max_prompt_images=0)
+    without = CUDA.memory_needs(texts, describe(texts, 1))
+    assert others.workspace_bytes - without.workspace_bytes >= step
     second = Nodes(2, 1, "127.0.0.1:1", 1.0, "secret")
     elsewhere = replace(config, tensor_parallel=2, nodes=second)
     assert elsewhere.upload_bytes == 0 < config.upload_bytes
