@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_svc.backends.prompt_runs import pooled_runs, scored_runs, scored_slices
 from inference_svc.backends.slot_runs import (
@@ -18,6 +19,7 @@ from inference_svc.backends.slot_runs import (
 from inference_svc.core import BatchRow
 from inference_svc.model.recurrent_states import Segment, StateCopy, segments_of, spare_slot
 from inference_svc.pictures.positions import NUM_AXES, PicturePositions
+from inference_svc.pictures.prompt import PromptPicture
 
 
 class ScoredSlice(NamedTuple):
@@ -35,8 +37,8 @@ class StepData(NamedTuple):
     the step. `returns_experts`: the experts of all tokens are needed, also in the last layer.
     `is_pooled`: so are the final hidden states. `plan`: see `RankBackend.plan`. `pictures` are the
     tokens [start, end) that stand for pictures, whose embeddings come separately. `axes` are the
-    tokens' positions along all axes, [3, T] row by row, if a prompt has pictures and they count;
-    none: they are equal along all axes."""
+    tokens' positions along all axes, int64 [3, T], if a prompt has pictures and they count; None:
+    they are equal along all axes."""
 
     token_ids: list[int]
     starts: list[int]
@@ -51,7 +53,7 @@ class StepData(NamedTuple):
     plan: Sequence[int] = ()
     is_pooled: bool = False
     pictures: Sequence[tuple[int, int]] = ()
-    axes: Sequence[int] = ()
+    axes: NDArray[np.int64] | None = None
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class StepData(NamedTuple):
             ScoredSlice(scored_indices(part), scored_slot_runs(part))
             for part in scored_slices(scored_runs(rows), max_scored)
         ]
+        pictures = [sequence.request.pictures for sequence in sequences]
         segments: list[Segment] = []
         for sequence, start, count, _ in rows if num_states else ():
             segments += segments_of(sequence, start, count, spare_slot(num_states))
@@ -89,15 +92,22 @@ class StepData(NamedTuple):
             [],
             returns_experts,
             is_pooled=bool(pooled_runs(rows)),
-            axes=() if places is None else _axes_of(rows, places),
+            axes=None if places is None else _axes_of(pictures, starts, counts, places),
         )
 
 
-def _axes_of(rows: Sequence[BatchRow], places: PicturePositions) -> tuple[int, ...]:
-    """Returns `StepData.axes`."""
-    if not any(row.sequence.request.pictures for row in rows):
-        return ()
-    own = np.concatenate([np.arange(start, start + count) for _, start, count, _ in rows])
+def _axes_of(
+    pictures: Sequence[Sequence[PromptPicture]],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    places: PicturePositions,
+) -> NDArray[np.int64] | None:
+    """Returns `StepData.axes` of rows with these pictures."""
+    if not any(pictures):
+        return None
+    lengths = np.array(counts)
+    ends = lengths.cumsum()
+    own = np.arange(ends[-1]) + np.repeat(np.array(starts) - ends + lengths, lengths)
     found = np.empty((NUM_AXES, len(own)), dtype=np.int64)
-    places.fill(found, own, ((row.sequence.request.pictures, row.num_tokens) for row in rows))
-    return tuple(found.ravel().tolist())
+    places.fill(found, own, zip(pictures, counts, strict=True))
+    return found

@@ -224,8 +224,8 @@ class TorchBackend(AdapterMemory):
         decoder, device, exchange = self._decoder, self.arena.device, self._exchange
         if decoder.pictures is not None and decoder.pictures.positions is not None:
             along = step.positions.expand(NUM_AXES, -1)
-            if data.axes:
-                along = torch.tensor(data.axes, dtype=torch.int64).view(NUM_AXES, -1).to(device)
+            if data.axes is not None:
+                along = torch.tensor(data.axes, device=device)
             step = replace(step, positions=along)
         placed = take_in(data.pictures, decoder, exchange, self.arena.layout.dtype, device)
         return replace(step, pictures=placed)

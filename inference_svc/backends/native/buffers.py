@@ -203,14 +203,13 @@ class StepArrays:
         self._logit_rows[:num_rows] = ends - 1
         self._set_counts(total, num_rows, num_rows)
 
-    def fill_axes(self, axes: Sequence[int]) -> None:
-        """Has the tokens of filled rows these positions along all axes, [3, T] row by row, where
-        they have several; none: the ones of text."""
+    def fill_axes(self, axes: NDArray[np.int64] | None) -> None:
+        """Has the tokens of filled rows these positions along all axes, int64 [3, T], where they
+        have several; None: the ones of text."""
         if self.axis_positions is not None:
             total = self.size.tokens
             out = self.axis_positions.numpy()[:, :total]
-            own = self._positions[:total]
-            out[:] = np.array(axes, dtype=np.int64).reshape(NUM_AXES, -1) if axes else own
+            out[:] = self._positions[:total] if axes is None else axes
 
     def let_see(self, mutual: Sequence[tuple[int, int]]) -> None:
         """Lets the step's tokens [start, end), one picture's each, see each other. Without, each

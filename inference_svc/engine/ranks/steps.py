@@ -1,7 +1,8 @@
 """A step as one buffer of numbers: residency changes, and then rows. Changes alone are one, too.
 
-Lists of int64, each behind its length. An adapter is named by the bytes of its digest. Of a
-sequence's pages a step has those alone that the row of the step before had not.
+Positions along all axes, and lists, of int64, each behind its length. An adapter is named by the
+bytes of its digest. Of a sequence's pages a step has those alone that the row of the step before
+had not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_svc.adapters.memory.tiers import (
     DivideMagnitudes,
@@ -23,6 +25,7 @@ from inference_svc.adapters.memory.tiers import (
 from inference_svc.backends.slot_runs import SlotRuns
 from inference_svc.backends.step_data import ScoredSlice, StepData
 from inference_svc.model.recurrent_states import Segment, StateCopy
+from inference_svc.pictures.positions import NUM_AXES
 
 _CLEAR, _WRITE, _MIX, _DIVIDE = range(4)
 _ITEM_BYTES = 8
@@ -78,7 +81,6 @@ class StepWriter:
             *data.runs,
             data.last_slots,
             [data.returns_experts, data.is_pooled, *chain.from_iterable(data.pictures)],
-            data.axes,
             data.plan,
             list(chain.from_iterable(data.segments)),
             list(chain.from_iterable(data.state_copies)),
@@ -89,7 +91,11 @@ class StepWriter:
         for one in lists:
             numbers.append(len(one))
             numbers += one
-        return np.array(numbers, dtype=np.int64).tobytes()
+        # Three numbers a token, which do not pass through a list.
+        axes = np.empty(0, dtype=np.int64) if data.axes is None else data.axes.ravel()
+        return b"".join(
+            np.array(each, dtype=np.int64).tobytes() for each in (axes.size, axes, numbers)
+        )
 
     def _pages(self, rows: list[list[int]]) -> tuple[list[int], list[Sequence[int]]]:
         """Returns how many pages each row keeps of the same row of the step before, and the pages
@@ -119,8 +125,11 @@ class StepReader:
 
     def read(self, buffer: bytes) -> StepMessage:
         """Returns the content of a step's buffer. The next one changes its pages."""
-        changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(buffer)
-        slots, lengths, last_slots, flags, axes, plan, segments, copies, *scored = rest
+        numbers = np.frombuffer(buffer, dtype=np.int64)
+        size = int(numbers[0])
+        axes = numbers[1 : 1 + size].reshape(NUM_AXES, -1) if size else None
+        changes, token_ids, starts, counts, kept, sizes, pages, *rest = _lists(numbers[1 + size :])
+        slots, lengths, last_slots, flags, plan, segments, copies, *scored = rest
         returns_experts, is_pooled, *pictures = flags
         data = StepData(
             token_ids,
@@ -139,7 +148,7 @@ class StepReader:
             tuple(plan),
             bool(is_pooled),
             tuple((start, end) for start, end in _tuples(pictures, 2)),
-            tuple(axes),
+            axes,
         )
         return StepMessage(list(_decode_all(changes)), data)
 
@@ -170,8 +179,7 @@ def _tuples(numbers: list[int], size: int) -> Iterator[list[int]]:
         yield numbers[at : at + size]
 
 
-def _lists(buffer: bytes) -> Iterator[list[int]]:
-    numbers = np.frombuffer(buffer, dtype=np.int64)
+def _lists(numbers: NDArray[np.int64]) -> Iterator[list[int]]:
     at = 0
     while at < len(numbers):
         end = at + 1 + int(numbers[at])
