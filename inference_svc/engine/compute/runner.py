@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 class RunTimings(NamedTuple):
     """Seconds that each part of a batch took. On a device that computes in parallel with the host,
-    `forward` launches and `sample` waits for the result; `pictures` are the device's seconds, which
-    `sample` does not count again. Work for pictures that fails takes `failed_pictures` instead, and
-    rows may have done it again."""
+    `forward` launches and `sample` waits for the result; of several ranks `forward` waits, too.
+    `pictures` are the device's seconds, which neither counts again. Work for pictures that fails
+    takes `failed_pictures` instead, and rows may have done it again."""
 
     change_residency: float = 0.0
     prepare: float = 0.0
@@ -60,12 +60,14 @@ class RunTimings(NamedTuple):
         self, launched_s: float, computed_s: float, *, has_failed: bool
     ) -> RunTimings:
         """Returns these with pictures that took so long, of which the host launched for some time:
-        for the rest rows have waited."""
+        for the rest rows have waited, in the longer one of `forward` and `sample`."""
         waited_s = max(computed_s - launched_s, 0.0)
-        pictures_s, sample = max(launched_s, computed_s), max(self.sample - waited_s, 0.0)
+        pictures_s = max(launched_s, computed_s)
+        name = "forward" if self.forward > self.sample else "sample"
+        timings = self._replace(**{name: max(getattr(self, name) - waited_s, 0.0)})
         if has_failed:
-            return self._replace(sample=sample, failed_pictures=pictures_s)
-        return self._replace(sample=sample, pictures=pictures_s)
+            return timings._replace(failed_pictures=pictures_s)
+        return timings._replace(pictures=pictures_s)
 
 
 class StepResult(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from inference_svc.engine.compute import step_times
+from inference_svc.engine.compute.runner import RunTimings
 from inference_svc.engine.compute.step_times import StepPhases, StepTimes
 from tests.support.clock import Clock
 
@@ -44,3 +45,13 @@ def test_step_without_a_batch_counts_nothing(clock: Clock) -> None:
         pass
     assert sum(times.step.state.counts) == 1
     assert times.blocked_by_load.state.sum_seconds == 0, "an idle step delays no other"
+
+
+@pytest.mark.parametrize("waits", ["forward", "sample"])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_time_of_pictures_counts_once(waits: str, has_failed: bool) -> None:
+    """Of several ranks, `forward` waits for a device that computes them; otherwise `sample`."""
+    timings = RunTimings(prepare=0.25, forward=0.5, sample=0.5)._replace(**{waits: 4.0})
+    found = timings.with_pictures(1.0, 3.0, has_failed=has_failed)
+    assert getattr(found, waits) == 2.0
+    assert (found.of_rows, found.pictures + found.failed_pictures) == (2.75, 3.0)
