@@ -155,13 +155,14 @@ class DeviceExchange:
                 _wait_for(group.broadcast([x], options))
 
     def connect(self) -> None:
-        """Has each group exchange once as steps do, so that no step has to connect it. All ranks
-        call it."""
+        """Has each group exchange once in each way of steps, so that no step has to connect it. All
+        ranks call it."""
         groups = self._groups
         pairs = [*groups.to_stages.values(), *groups.from_stages.values()]
         for group in groups.every:
-            exchange = self._broadcast if group in pairs else self._sum
-            exchange(self._num_undone, group)
+            if group not in pairs:
+                self._sum(self._num_undone, group)
+            self._broadcast(self._num_undone, group)
         self.agree(True)
 
     @contextlib.contextmanager

@@ -346,6 +346,31 @@ def test_ranks_without_memory_agree() -> None:
     assert on_threads(agree) == [[False, True]] * COUNT
 
 
+class Noted:
+    """A group that notes its exchanges."""
+
+    def __init__(self, place: Rank, of: str) -> None:
+        self.of = of
+        self.calls: list[str] = []
+
+    def allreduce(self, tensors: Any, options: Any) -> None:
+        self.calls.append("sum")
+
+    def broadcast(self, tensors: Any, options: Any) -> None:
+        self.calls.append("broadcast")
+
+
+def test_each_group_is_connected_in_each_way_of_steps() -> None:
+    """Embeddings of pictures are broadcast to the ranks of a stage, and of all."""
+    place = Place(0, 1, 2, 2)
+    groups = Groups.of(place, lambda name, rank: Noted(rank, name))
+    DeviceExchange(place, groups, CPU, HostStream("compute"), 1.0, "noted").connect()
+    ways = {each.of: set(each.calls) for each in groups.every}
+    both = {"sum", "broadcast"}
+    pairs = {name: {"broadcast"} for name in ("0 to 1, 0", "1 to 0, 0")}
+    assert ways == {"stage 1": both, "all": both} | pairs
+
+
 class Stuck(HostStream):
     """The stream and the group of a rank whose other ranks have ended: what it queues never
     ends."""
