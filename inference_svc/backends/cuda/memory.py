@@ -17,6 +17,7 @@ from inference_svc.model.description import Decoder
 from inference_svc.model.kv_caches import KVCaches
 from inference_svc.model.layers import TorchLinear
 from inference_svc.model.recurrent_states import RecurrentStates
+from inference_svc.model.sharding.pictures import takes_pictures
 from inference_svc.model.transformer import Transformer
 
 
@@ -53,6 +54,7 @@ class CudaMemory(AdapterMemory):
             states,
             exchange,
             self._decoder.pictures,
+            takes_pictures=takes_pictures(self._decoder),
         )
         self.pictures = None if reload is None else reload.pictures(arena)
         self.results = StepResults.allocate(self._decoder, targets, limits, arena.device)

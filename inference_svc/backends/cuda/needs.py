@@ -53,6 +53,7 @@ from inference_svc.model.operations import (
     RotateAndStore,
     Route,
 )
+from inference_svc.model.sharding.pictures import takes_pictures
 from inference_svc.model.walk import operations
 from kernels import tuning
 from kernels.attention.plan import max_segments
@@ -296,7 +297,7 @@ def _fixed_bytes(config: EngineConfig, decoder: Decoder) -> int:
     inputs_bytes = sum(part(count, max_rows) for count in counts for part in parts)
     pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
     results_bytes = logits_bytes + choices_bytes(decoder, max_tokens)
-    if pictures is not None:
+    if pictures is not None and takes_pictures(decoder):
         dtype = getattr(torch, config.dtype)
         inputs_bytes += CudaPictures.mask_bytes(max_tokens)
         inputs_bytes += CudaPictures.rows_bytes(max_tokens, pictures, dtype)

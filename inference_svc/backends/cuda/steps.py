@@ -36,8 +36,8 @@ class StepLimits(NamedTuple):
 
 class FixedStep(NamedTuple):
     """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses, the
-    segments of a model with recurrent layers, and the embeddings of a model that reads pictures,
-    which no decode step has."""
+    segments of a model with recurrent layers, and the embeddings of pictures if layers here take
+    them in, which no decode step has."""
 
     inputs: CudaInputs
     lora: CudaLora
@@ -80,9 +80,13 @@ class FixedSteps:
         states: RecurrentStates | None = None,
         exchange: Exchange | None = None,
         pictures: Pictures | None = None,
+        *,
+        takes_pictures: bool = False,
     ) -> None:
+        """`takes_pictures`: layers here take in embeddings of the model's pictures."""
         max_tokens, max_rows, max_pages = limits
         self._exchange, self._pictures = exchange, pictures
+        self._takes_pictures = takes_pictures
         self._spare_state = None if states is None else states.spare
         self._max_pages, self._page_size = max_pages, page_size
         self._padding_page = num_pages
@@ -105,7 +109,7 @@ class FixedSteps:
         spare = self._spare_state
         if spare is not None:
             reserved_bytes += CudaSegments.num_bytes(max_tokens, max_rows)
-        own = self._pictures if has_prompts else None
+        own = self._pictures if has_prompts and self._takes_pictures else None
         if own is not None:
             reserved_bytes += CudaPictures.mask_bytes(max_tokens)
         inputs = CudaInputs(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.gpu_model.launches import META, launches, noted_kernels
+from bench.gpu_model.step import Exchanged
 from inference_svc.adapters.targets import lora_groups
 from inference_svc.backends.cuda import needs as cuda_needs
 from inference_svc.backends.cuda.padded_sizes import StepKind, StepShape, decode_sizes
@@ -19,6 +20,7 @@ from inference_svc.engine.compute import sampler
 from inference_svc.engine.compute.sampler import Sampler
 from inference_svc.model.checkpoint.parameters import weight_formats
 from inference_svc.model.layers import QuantisedLinear
+from inference_svc.model.sharding.stages import of_stage
 from kernels import tuning
 from kernels.quantised import QuantisedWeight
 from kernels.sampling import reference
@@ -164,6 +166,13 @@ def test_pictures_are_counted(tmp_path, name):
     counted = num_kernels([launch.name for launch in noted.launches])
     nodes = cuda_needs.recorded_nodes(decoder, StepKind.BASE, 0)
     assert counted <= nodes + decoder.num_layers <= counted + SPARED_NODES + decoder.num_layers
+
+
+def test_a_stage_that_takes_in_no_pictures_holds_none(tmp_path):
+    decoder = of_stage(make_reader("gemma3", tmp_path), 1, 2)
+    model = Model.make(decoder, torch.float32, torch.device("cpu"), exchange=Exchanged(1))
+    assert model.fixed(None, is_warm=False).steps.prompts.pictures is None
+    check_held(model)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
