@@ -29,7 +29,7 @@ _OWN = frozenset(
         "num_threads",
         "pull_workers",
         "nodes",
-        # Only rank 0 decides by these.
+        # Only rank 0 decides by these, or takes this memory.
         "max_queue",
         "max_tenant_queue",
         "tenant_share",
@@ -37,6 +37,7 @@ _OWN = frozenset(
         "fair_ageing_s",
         "adapter_wait_s",
         "prefetch",
+        "prompt_image_bytes",
     }
 )
 """Fields of `EngineConfig` in which nodes may differ."""
@@ -47,7 +48,6 @@ _FLAGS = {
     "state_pages": "--state-interval-tokens",
     "num_stored_states": "--stored-states",
     "native_kernels": "native-kernels",
-    "prompt_image_bytes": "--prompt-image-memory",
     "record_steps": RECORDING_SETTING,
 }
 _CODE = (contract, inference_svc, kernels, servicekit)

@@ -65,6 +65,7 @@ def test_equal_nodes(folder: Path) -> None:
 
     assert changed(folder, "other", split) == ""
     other = replace(config, nodes=replace(NODES, index=1), num_threads=3, memory_limit_bytes=9)
+    other = replace(other, prompt_image_bytes=1 << 20)
     assert differences(found(config), found(other)) == ""
 
 
