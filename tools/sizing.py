@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.targets import layout_of
 from inference_svc.app import resolve_settings
-from inference_svc.auto_settings import Machine, to_engine_config
+from inference_svc.auto_settings import Machine, resolve_images, to_engine_config
 from inference_svc.backends.base import BackendFactory, DeviceMemory
 from inference_svc.backends.cuda.factory import CudaFactory
 from inference_svc.backends.native.backend import NativeFactory
@@ -119,7 +119,9 @@ def plan(
     """Plans for a GPU with this much free memory in a machine with `host_bytes` free, or for a CPU
     with the native kernels; of ranks on GPUs, for the stage with the largest needs. Raises like the
     service for models that it cannot serve and settings that it cannot meet."""
-    decoder = load_description(config.model, config.quantize)
+    config = resolve_images(config)
+    with_pictures = bool(config.max_prompt_images)
+    decoder = load_description(config.model, config.quantize, with_pictures=with_pictures)
     config = config.model_copy(update={"store": config.store or "store:7070"})
     machine, memory = Machine(has_cuda=False), None
     backend: BackendFactory = NativeFactory()

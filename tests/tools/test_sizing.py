@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from inference_svc.config import InferenceSettings
+from tests.support.pictures.models import save_config
 from tools import sizing
 from tools.sizing_models import LLAMA_8B, MODELS, QWEN3_5_08B
 
@@ -43,6 +44,19 @@ def test_stages_have_the_model_together(tmp_path: Path) -> None:
     held = [each.num_adapters("arena", sizing.Adapters()) for each in (whole, staged)]
     # A half of the layers; of these a half, and what two ranks both have.
     assert 2 * held[0] < held[1] < 4 * held[0]
+
+
+def test_the_tower_of_a_model_that_reads_images_is_counted(tmp_path: Path) -> None:
+    """Once, whatever the number of processes."""
+    given = {"model": save_config("Qwen3VL", tmp_path / "model"), "device": "cpu"}
+    given |= {"kv_memory": "1MiB", "adapter_memory": "1MiB", "max_model_len": 256}
+
+    def weights_bytes(**more: int) -> int:
+        return sizing.plan(InferenceSettings.model_validate(given | more)).bytes_of("weights")
+
+    tower = weights_bytes() - weights_bytes(max_prompt_images=0)
+    shape = {"tensor_parallel": 2}
+    assert weights_bytes(**shape) - weights_bytes(**shape, max_prompt_images=0) == tower > 0
 
 
 def test_states_of_recurrent_layers_are_a_line(
