@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from contract.images.targets import Held
 from inference_svc.backends.pictures import PictureRows
@@ -111,6 +112,9 @@ def test_taps_in_another_stage(qwen3: Reader, start: Callable[..., Running]) -> 
         assert backend.pictures.num_bytes == backend.weights_bytes == 0
         running.call(Command.WAKE)
     assert backend.pictures.weights_bytes > 0
+    # The scheduler counts units for the threads of the first process, which has the tower.
+    counted = running.engine.built.engine.scheduler.pictures.costs.units
+    assert counted == qwen3.pictures.units(torch.get_num_threads())
     running.check_idle()
 
 
@@ -144,6 +148,34 @@ def test_work_that_fails_harms_only_its_request(
             assert last.error is not None
         else:
             assert (tokens, last.error) == (qwen3.expected(*cell, tokens), None), cell
+    running.check_idle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Qwen3_5", "Gemma3"])
+def test_a_step_that_lacks_memory_once(
+    name: str, tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed in parts, with the right states, and with whole pictures."""
+    placed, failed = PictureRows.placed, list[int]()
+
+    def fail_once(rows: PictureRows, batch: Sequence[BatchRow]) -> tuple[PlacedRows, ...]:
+        found = placed(rows, batch)
+        if found and len(batch) > 1 and not failed:
+            failed.append(len(batch))
+            raise MemoryError
+        return found
+
+    with closing(Reader(name, tmp_path / "reader")) as reader:
+        running = start(reader.zoo, **SETTINGS, **SHAPES["ranks"])
+        monkeypatch.setattr(PictureRows, "placed", fail_once)
+        cells = [(adapter, each) for adapter in ("", "of-all") for each in PROMPTS]
+        with running.together():
+            ids = {cell: submit(running, reader, *cell) for cell in cells}
+        for cell, request_id in ids.items():
+            tokens, last = running.result(request_id)
+            assert (tokens, last.error) == (reader.expected(*cell, tokens), None), cell
+    assert failed
     running.check_idle()
 
 

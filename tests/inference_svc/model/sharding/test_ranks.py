@@ -39,6 +39,7 @@ from tests.support.models.families import MODELS
 from tests.support.models.quantised import with_format
 from tests.support.models.saved_weights import FORMATS, pack
 from tests.support.pairs import crossed, in_turns, long_but
+from tests.support.pictures.models import save_config
 
 pytestmark = pytest.mark.matrix
 
@@ -128,6 +129,16 @@ def test_stages_are_as_equal_as_layers_allow(sizes: list[int], data: st.DataObje
     found = balanced_ends(sizes, count)
     assert found in ways
     assert largest(found) == min(map(largest, ways))
+
+
+def test_the_stage_of_a_tower_has_fewer_layers(tmp_path: Path) -> None:
+    """The more so, the more ranks share its layers: one of them has all of the tower."""
+    folder = save_config("Qwen3VL", tmp_path / "model")
+    decoder = load_description(folder, with_pictures=True)
+    decoder = replace(decoder, blocks=decoder.blocks * 40)
+    texts = of_stage(replace(decoder, pictures=None), 0, 2)
+    ends = [of_stage(decoder, 0, 2, count).layers.stop for count in (1, 4)]
+    assert texts.layers.stop > ends[0] > ends[1] > 0
 
 
 def test_stages_that_layers_cannot_make(folder_of):
