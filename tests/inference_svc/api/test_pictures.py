@@ -314,28 +314,26 @@ def test_each_file_has_turns_of_its_own(
 @pytest.fixture
 def decoded(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are decoded from now on."""
-    found: list[str] = []
-    decode = reader.decode
-
-    def counted(image: MessageImage, *args: Any) -> Future[Tiles]:
-        found.append(image.where)
-        return decode(image, *args)
-
-    monkeypatch.setattr(reader, "decode", counted)
-    return found
+    return noted(reader, "decode", monkeypatch)
 
 
 @pytest.fixture
 def measured(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that are measured from now on."""
+    return noted(reader, "measure", monkeypatch)
+
+
+def noted(reader: PictureReader, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the list to which each call of a reader's method adds its file from now on."""
     found: list[str] = []
-    measure = reader.measure
+    call = getattr(reader, method)
 
-    def counted(image: MessageImage, *args: Any) -> Future[int]:
+    def noting(image: MessageImage, *args: Any) -> Future[Any]:
         found.append(image.where)
-        return measure(image, *args)
+        result: Future[Any] = call(image, *args)
+        return result
 
-    monkeypatch.setattr(reader, "measure", counted)
+    monkeypatch.setattr(reader, method, noting)
     return found
 
 
