@@ -99,7 +99,6 @@ ELSEWHERE = (
         'image, "cat", SBOM',
         "docker",
     ),
-    Elsewhere(r"docs/cli.md: loadout profile .*", "tests/system/test_profile.py", '"--steps", "3"'),
     Elsewhere(r"docs/cli.md: loadout bench .*", "tests/system/test_bench_command.py", '"bench", *'),
     Elsewhere(
         r"docs/kubernetes.md: (umask|printf|kubectl .* create secret) .*",

@@ -6,6 +6,8 @@ The text above the marker is written by hand.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,7 +86,7 @@ TYPES = (
     top_overview.Overview,
     top_overview.Traffic,
     top_overview.Quantiles,
-    top_overview.RecurrentStates,
+    top_overview.StateUse,
     top_overview.Tier,
     top_overview.AdapterRates,
     top_overview.RankRates,
@@ -95,6 +97,25 @@ COMMON = {
     typing.get_args(option)[1].help for option in (options.Json, options.Inference, options.Store)
 }
 """Meanings of options that several commands have."""
+MORE = {
+    "top": "the-view-of-top",
+    "load": "resident-adapters",
+    "inspect": "resident-adapters",
+    "debug": "the-archive-of-debug",
+    "profile": "the-trace-of-profile",
+    "bench": "the-figures-of-bench",
+}
+"""Sections above the reference that tell more about a command."""
+GROUPS = {
+    "demo": "Run Loadout",
+    "register": "Adapters in the store",
+    "generate": "Ask the model",
+    "load": "Adapters in a server's memory",
+    "pause": "Pause and sleep",
+    "info": "Watch, measure and diagnose",
+    "digest": "Adapter folders, keys and tokens",
+}
+"""Titles in the reference, by the first command of each group."""
 MANY = 3
 """The reference describes an argument or option only once if this many commands have it."""
 
@@ -131,78 +152,78 @@ def _reference() -> Iterator[str]:
     yield "## Reference"
     yield ""
     yield from _overview(commands)
-    yield "These arguments and options mean the same in all commands that have them. The usage line"
-    yield "of a command shows them, except the options for the tenant, the token and TLS: every"
-    yield "command that takes an address takes these, too."
+    yield "Many commands have these arguments and options. A command's usage line shows them. Every"
+    yield "command that takes an address also takes the options for the tenant, the token and TLS."
     yield ""
     repeated = _repeated(commands.values())
     shared = [each for each in commands["pin"].params if _is_common(each) or _is_shared(each)]
     yield from _options([*repeated.values(), *shared])
     for name, command in commands.items():
-        common = [
-            each
-            for each in command.params
-            if _is_common(each) or (each.name, each.help) in repeated
-        ]
-        own = [each for each in command.params if not _is_shared(each) and each not in common]
-        usage = [f"loadout {name}", *map(usage_of, filter(is_argument, command.params))]
-        arguments = [each for each in own if is_argument(each)]
-        options = [each for each in own if not is_argument(each)]
-        yield f"### loadout {name}"
-        yield ""
-        usage += [f"[{name_of(each)}]" for each in common if not is_argument(each)]
+        yield from _section(name, command, repeated)
+
+
+def _section(name: str, command: Any, repeated: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    common = [
+        each for each in command.params if _is_common(each) or (each.name, each.help) in repeated
+    ]
+    own = [each for each in command.params if not _is_shared(each) and each not in common]
+    arguments = [each for each in own if is_argument(each)]
+    options = [each for each in own if not is_argument(each)]
+    yield f"### loadout {name}"
+    yield ""
+    usage = [*map(usage_of, filter(is_argument, command.params))]
+    usage += [f"[{name_of(each)}]" for each in common if not is_argument(each)]
+    if usage:  # Otherwise the heading and the table say all of it.
         usage += ["[OPTIONS]"] if options else []
-        yield f"`{' '.join(usage)}`"
+        yield f"`{' '.join([f'loadout {name}', *usage])}`"
         yield ""
-        yield re.sub(r"\s*\n\s*", " ", command.help.strip())
+    more = f" [More](#{MORE[name]})." if name in MORE else ""
+    yield re.sub(r"\s*\n\s*", " ", command.help.strip()) + more
+    yield ""
+    if name in {"store", "serve"}:
+        yield "It takes the flags in [configuration](configuration.md)."
         yield ""
-        if name in {"store", "serve"}:
-            yield "It takes the flags in [configuration](configuration.md)."
-            yield ""
-        elif arguments or options:
-            yield from _options([*arguments, *options])
-        if command.epilog:
-            examples = command.epilog.replace("\b", "").replace("Examples:", "").strip("\n")
-            yield "```text"
-            yield from (line.strip() for line in examples.splitlines() if line.strip())
-            yield "```"
-            yield ""
+    elif arguments or options:
+        yield from _options([*arguments, *options])
+    if command.epilog:
+        examples = command.epilog.replace("\b", "").replace("Examples:", "").strip("\n")
+        yield "```text"
+        yield from (line.strip() for line in examples.splitlines() if line.strip())
+        yield "```"
+        yield ""
 
 
-def _overview(commands: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a table with the first sentence of each command, and a link to its section."""
-    yield "| command | purpose |"
-    yield "|---|---|"
-    for name, command in commands.items():
-        first, _, _ = command.help.strip().partition("\n")
-        yield f"| [`{name}`](#loadout-{name}) | {_escape(first).removesuffix('.')} |"
+def _overview(commands: Iterable[str]) -> Iterator[str]:
+    """Yields links to the commands' sections, by group."""
+    links: list[str] = []
+    for name in commands:
+        if name in GROUPS:
+            links.append(f"- **{GROUPS[name]}**: ")
+        elif links:
+            links[-1] += ", "
+        links[-1] += f"[`{name}`](#loadout-{name})"
+    yield from links
     yield ""
 
 
 def _options(parameters: list[Any]) -> Iterator[str]:
-    yield "| option | meaning |"
-    yield "|---|---|"
     for each in parameters:
         if each.name == "help":
             continue
         environment = f" (`{each.envvar}`)" if getattr(each, "envvar", None) else ""
-        name, meaning = (_escape(text) for text in (name_of(each), each.help or ""))
+        meaning = (each.help or "").replace("<", "\\<")
         default = f" Default: `{default_of(each)}`." if default_of(each) else ""
-        yield f"| `{name}`{environment} | {meaning}{default} |"
+        yield f"- `{name_of(each)}`{environment}: {meaning}{default}"
     yield ""
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "\\<")
 
 
 def _json_output() -> Iterator[str]:
     yield "## JSON output"
     yield ""
     yield "The keys are the fields of the Python client's types. Sizes are bytes, durations"
-    yield "seconds, times ISO 8601 in UTC. The tables show lists in brackets and objects in braces."
-    error = "`{error: str, code: str, reason: str}`"
-    yield f"If a service did not answer, you get an Error, {error}, in its place."
+    yield "seconds, times ISO 8601 in UTC. The tables show lists in brackets and objects in braces;"
+    yield "fields before a colon have the type after it. If a service did not answer, you get an"
+    yield "Error, `{error: str, code: str, reason: str}`, in its place."
     yield ""
     yield "| command | output |"
     yield "|---|---|"
@@ -213,12 +234,14 @@ def _json_output() -> Iterator[str]:
     yield "|---|---|"
     for kind in TYPES:
         hints = typing.get_type_hints(kind)
-        fields = [
-            f"`{field.name}`: {_type_name(hints[field.name])}" for field in dataclasses.fields(kind)
-        ]
+        fields = [(field.name, _type_name(hints[field.name])) for field in dataclasses.fields(kind)]
         if kind is types.Adapter:
-            fields.insert(0, "`ref`: str")
-        yield f"| {kind.__name__} | {', '.join(fields)} |"
+            fields.insert(0, ("ref", "str"))
+        groups = [
+            f"{', '.join(f'`{name}`' for name, _ in group)}: {hint}"
+            for hint, group in itertools.groupby(fields, key=operator.itemgetter(1))
+        ]
+        yield f"| {kind.__name__} | {'; '.join(groups)} |"
     yield ""
 
 

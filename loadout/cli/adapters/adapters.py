@@ -125,7 +125,8 @@ Ttl = Annotated[
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
+        metavar="URI|DIR",
+        help="s3://bucket/prefix, hf://org/name, file:///path, or a local folder to upload.",
     ),
 ]
 ExpectedDigest = Annotated[

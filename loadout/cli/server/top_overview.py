@@ -69,7 +69,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentStates:
+class StateUse:
     """How many recurrent states requests hold, a prefix can match, and there are."""
 
     used: int
@@ -97,7 +97,7 @@ class Traffic:
     latencies: dict[str, Quantiles]
     loads: dict[str, int]
     """Number of adapter loads in progress by state."""
-    states: RecurrentStates | None
+    states: StateUse | None
     """None for models without recurrent layers."""
     tiers: dict[str, Tier]
     store_replicas: dict[str, bool]
@@ -220,12 +220,12 @@ def _rank_rates(now: Metrics, before: Metrics) -> Iterable[tuple[str, RankRates]
             yield rank, RankRates(max(0.0, step_s - waiting_s) / num_steps, waiting_s / num_steps)
 
 
-def _states(metrics: Metrics) -> RecurrentStates | None:
+def _states(metrics: Metrics) -> StateUse | None:
     used, stored, capacity = (
         int(metrics.sum(f"{PREFIX}recurrent_states_{name}"))
         for name in ("used", "stored", "capacity")
     )
-    return RecurrentStates(used, stored, capacity) if capacity else None
+    return StateUse(used, stored, capacity) if capacity else None
 
 
 def _tier(metrics: Metrics, tier: str) -> Tier:
