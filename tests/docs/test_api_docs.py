@@ -87,6 +87,7 @@ def test_what_may_be_repeated_is_what_the_client_does() -> None:
 def test_exact_reasons_are_found() -> None:
     store, inference = map(exact_reasons, SERVICES)
     assert {"DIGEST_MISMATCH", "SHAPE_MISMATCH", "RANK_TOO_LARGE", "TOKEN_TWICE"} <= set(store)
+    assert {"CONFIG_INVALID", "TOKENIZER_INVALID"} <= set(store), "defaults of parameters"
     assert inference == []
 
 

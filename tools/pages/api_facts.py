@@ -185,14 +185,28 @@ def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:
 
 def exact_reasons(service: Service) -> list[str]:
     """Returns the reasons that code gives to errors instead of their class's reason."""
-    found: set[str] = set()
-    for _, call in chain.from_iterable(map(_calls, (service.folder, *service.readers))):
+    places = (service.folder, *service.readers)
+    found = set(chain.from_iterable(map(_default_reasons, places)))
+    for _, call in chain.from_iterable(map(_calls, places)):
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         unpacked = [arg.value for arg in call.args if isinstance(arg, ast.Starred)]
         values += (each for tuple_ in unpacked for each in getattr(tuple_, "elts", ()))
         texts = [value.value for value in values if isinstance(value, ast.Constant)]
         found.update(filter(_REASON.fullmatch, (t for t in texts if isinstance(t, str))))
     return sorted(found)
+
+
+def _default_reasons(folder: Path) -> Iterator[str]:
+    """Yields the defaults of parameters `reason` of functions under a folder, or of one module."""
+    for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
+        for node in walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            arguments = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+            for argument, default in zip(arguments, node.args.defaults, strict=True):
+                text = getattr(default, "value", None)
+                if argument.arg == "reason" and isinstance(text, str) and _REASON.fullmatch(text):
+                    yield text
 
 
 @cache
