@@ -22,17 +22,20 @@ PATH = Path(__file__).parents[2] / "docs" / "adapters.md"
 
 def render() -> dict[str, str]:
     """Returns the tables by name."""
-    trainers = [[each.name, each.tensors, each.left, each.source] for each in TRAINERS]
-    head = ("trainer", "tensors", "files without effect", "source")
-    files: dict[str, str] = {**_verdict("passes", side_files.HARMLESS)}
-    files |= _verdict("passes next to `adapters.safetensors`", side_files.MLX_HARMLESS)
-    beside = f"passes next to `{side_files.TORCHTUNE_FILE}`"
-    files |= _verdict(beside, side_files.TORCHTUNE_HARMLESS)
-    files |= _verdict("refused", side_files.REFUSED)
+    files = {**_verdict("refused", side_files.REFUSED)}
     suffixes = ", ".join(f"`.{suffix}`" for suffix in side_files.WEIGHT_SUFFIXES)
-    rows = [[f"`{_shown(name)}`", what] for name, what in files.items()]
+    passing = {
+        "pass": side_files.HARMLESS,
+        "pass next to `adapters.safetensors`": side_files.MLX_HARMLESS,
+        f"pass next to `{side_files.TORCHTUNE_FILE}`": side_files.TORCHTUNE_HARMLESS,
+    }
+    rows = [
+        [", ".join(f"`{_shown(name)}`" for name in names), verdict]
+        for verdict, names in passing.items()
+    ]
+    rows += [[f"`{_shown(name)}`", what] for name, what in files.items()]
     rows.append([f"all others that end with {suffixes}", "refused"])
-    rows.append(["everything else, such as `README.md`, `added_tokens.json`", "passes"])
+    rows.append(["everything else, such as `README.md`, `added_tokens.json`", "pass"])
     contents = [
         [WORDS[feature], *(cells[writer.name] for writer in WRITERS)]
         for feature, cells in verdicts().items()
@@ -40,15 +43,25 @@ def render() -> dict[str, str]:
     noted = dict.fromkeys(note.feature for note in NOTES)
     others = [[WORDS[Feature(each)], *(_treatment(each, of) for of in ENGINES)] for each in noted]
     forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
-    keys = [[f"`{key}`", each.what, each.source] for key, each in FOREIGN.items()]
+    keys = [[f"`{key}`", meaning] for key, meaning in FOREIGN.items()]
     return {
-        "keys": _table(("key", "meaning", "source"), keys),
+        "keys": _table(("key", "meaning"), keys),
         "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
-        "engines": _table(("content", *ENGINES.values()), others),
-        "trainers": _table(head, trainers),
-        "contents": _table(("content", *(writer.name for writer in WRITERS)), contents),
+        "engines": _table(("content", *ENGINES.values()), _merged(others)),
+        "trainers": _table(
+            ("trainer", "tensors"), _merged([[each.name, each.tensors] for each in TRAINERS])
+        ),
+        "contents": _table(("content", *(writer.name for writer in WRITERS)), _merged(contents)),
         "files": _table(("file (regular expression)", "verdict"), rows),
     }
+
+
+def _merged(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Returns the rows, with the first cells of rows that are otherwise equal in one row."""
+    firsts: dict[tuple[str, ...], list[str]] = {}
+    for first, *others in rows:
+        firsts.setdefault(tuple(others), []).append(first)
+    return [["; ".join(names), *others] for others, names in firsts.items()]
 
 
 def replaced(page: str, tables: Mapping[str, str]) -> str:

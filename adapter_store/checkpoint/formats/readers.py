@@ -63,15 +63,11 @@ class Trainer:
         name: The trainer.
         format: The format that it writes.
         tensors: Names of its tensors, with shapes where the name does not tell.
-        left: Files that it saves as well and that change nothing.
-        source: Where its format is published.
     """
 
     name: str
     format: Format
     tensors: str
-    left: str
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,80 +126,44 @@ EXPERT_FORMS = (
 )
 
 _PEFT = "`base_model.model.<module>.lora_A.weight`"
-_STATE = "optimizer, scheduler, random numbers, `training_args.bin`, tokenizer"
 
 TRAINERS = (
-    Trainer(
-        "PEFT",
-        Format.PEFT,
-        _PEFT,
-        "`README.md`",
-        "`peft/utils/save_and_load.py` of PEFT 0.21",
-    ),
-    Trainer(
-        "Transformers' Trainer, TRL",
-        Format.PEFT,
-        _PEFT,
-        _STATE,
-        "`transformers/trainer.py` of Transformers 5.23; TRL 1.16",
-    ),
-    Trainer(
-        "Axolotl",
-        Format.PEFT,
-        _PEFT,
-        f"{_STATE}, `config.json`, `tokens_state.json`",
-        "github.com/axolotl-ai-cloud/axolotl: saves with PEFT",
-    ),
-    Trainer(
-        "LLaMA-Factory",
-        Format.PEFT,
-        _PEFT,
-        f"{_STATE}, `trainer_log.jsonl`, plots",
-        "github.com/hiyouga/LLaMA-Factory: saves with PEFT",
-    ),
-    Trainer(
-        "Unsloth",
-        Format.PEFT,
-        _PEFT,
-        _STATE,
-        "github.com/unslothai/unsloth: saves with PEFT, `target_modules` as an expression",
-    ),
+    # peft/utils/save_and_load.py of PEFT 0.21
+    Trainer("PEFT", Format.PEFT, _PEFT),
+    # transformers/trainer.py of Transformers 5.23; TRL 1.16
+    Trainer("Transformers' Trainer, TRL", Format.PEFT, _PEFT),
+    # github.com/axolotl-ai-cloud/axolotl saves with PEFT
+    Trainer("Axolotl", Format.PEFT, _PEFT),
+    # github.com/hiyouga/LLaMA-Factory saves with PEFT
+    Trainer("LLaMA-Factory", Format.PEFT, _PEFT),
+    # github.com/unslothai/unsloth saves with PEFT, `target_modules` as an expression
+    Trainer("Unsloth", Format.PEFT, _PEFT),
+    # peft/utils/save_and_load.py of PEFT 0.21
     Trainer(
         "your own trainer's state dict",
         Format.PEFT,
         "as PEFT's, with `.default.` or another name of the adapter; without the prefix or with it "
         "twice; with `language_model.` or `model.language_model.`; with `_orig_mod.` or another "
         "part of torch's wrappers",
-        "",
-        "`peft/utils/save_and_load.py` of PEFT 0.21",
     ),
-    Trainer(
-        "torchtune",
-        Format.PEFT,
-        _PEFT,
-        "`adapter_model.pt` (the same adapter in torchtune's form), the merged model, tokenizer",
-        "`torchtune/training/checkpointing/_checkpointer.py` of torchtune 0.6.1",
-    ),
+    # torchtune/training/checkpointing/_checkpointer.py of torchtune 0.6.1
+    Trainer("torchtune", Format.PEFT, _PEFT),
+    # tinker_cookbook/weights of github.com/thinking-machines-lab/tinker-cookbook
     Trainer(
         "Tinker",
         Format.PEFT,
-        f"{_PEFT}; `model.unembed_tokens` or `model.lm_head` means `lm_head`; experts as stacks",
-        "",
-        "`tinker_cookbook/weights` of github.com/thinking-machines-lab/tinker-cookbook",
+        "as PEFT's; `model.unembed_tokens` or `model.lm_head` means `lm_head`; experts as stacks",
     ),
+    # save_hf_adapter and models/conversion/peft_bridge.py of github.com/NVIDIA-NeMo/Megatron-Bridge
     Trainer(
         "Megatron-Bridge",
         Format.PEFT,
-        f"{_PEFT}; experts one by one, as parameters, or as stacks of gate and up",
-        "",
-        "`save_hf_adapter` and `models/conversion/peft_bridge.py` of "
-        "github.com/NVIDIA-NeMo/Megatron-Bridge",
+        "as PEFT's; experts one by one, as parameters, or as stacks of gate and up",
     ),
+    # mlx_lm/tuner/utils.py of MLX-LM 0.32
     Trainer(
         "MLX-LM",
         Format.MLX,
         "`<module>.lora_a` [in, rank], `<module>.lora_b` [rank, out]; experts as MLX-LM's stacks",
-        "`0000100_adapters.safetensors` of earlier steps",
-        "`mlx_lm/tuner/utils.py` of MLX-LM 0.32",
     ),
 )

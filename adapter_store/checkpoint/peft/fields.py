@@ -109,38 +109,19 @@ FORMER_REFUSED: Mapping[str, Refusal] = {
 KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys() | FORMER_REFUSED.keys()
 """Fields with a verdict, which no operator changes."""
 
-
-class Foreign(NamedTuple):
-    """A key that is not PEFT's and changes nothing: its meaning, and who writes it."""
-
-    what: str
-    source: str
-
-
-FOREIGN: Mapping[str, Foreign] = {
-    "model_type": Foreign(
-        "the base's family. Nothing compares it: the names and shapes of the weights decide",
-        "Cloudflare Workers AI asks for it: developers.cloudflare.com/workers-ai, "
-        '"Using LoRA adapters"',
-    ),
-    "merge_weights": Foreign(
-        "whether A and B were merged into the weights between training steps",
-        "PEFT before 0.3; InternLM/lmdeploy#1151",
-    ),
-    "_from_model_config": Foreign(
-        "where transformers took its settings for generation from",
-        "transformers' GenerationConfig; huggingface/peft#1168",
-    ),
-    "transformers_version": Foreign(
-        "the release that saved it",
-        "transformers' PreTrainedConfig and GenerationConfig; huggingface/peft#1168",
-    ),
-    "_name_or_path": Foreign(
-        "where the model was loaded from; `base_model_name_or_path` is read in its place",
-        "transformers' PreTrainedConfig",
-    ),
+FOREIGN: Mapping[str, str] = {
+    # Cloudflare Workers AI asks for it: developers.cloudflare.com/workers-ai, "Using LoRA adapters"
+    "model_type": "the base's family; names and shapes of the weights decide instead",
+    # PEFT before 0.3; InternLM/lmdeploy#1151
+    "merge_weights": "whether A and B were merged into the weights between training steps",
+    # transformers' GenerationConfig; huggingface/peft#1168
+    "_from_model_config": "where transformers took its settings for generation from",
+    # transformers' PreTrainedConfig and GenerationConfig; huggingface/peft#1168
+    "transformers_version": "the release that saved it",
+    # transformers' PreTrainedConfig
+    "_name_or_path": "the model's place; `base_model_name_or_path` is read in its place",
 }
-"""Keys that hosts ask for, or other tools add."""
+"""Keys that hosts ask for, or other tools add, with their meaning. They change nothing."""
 
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
