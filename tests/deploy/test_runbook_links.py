@@ -17,7 +17,7 @@ from tools.prometheus_rule import rule_files
 
 pytestmark = pytest.mark.processes
 
-PAGE = (ROOT / "docs" / "operations" / "runbook.md").read_text()
+PAGE = (ROOT / "docs" / "observability" / "alerts.md").read_text()
 BASE = "https://git.example/loadout/docs/operations/runbook.md#"
 WANTED = {BASE + name.lower() for name in rules("alert")}
 

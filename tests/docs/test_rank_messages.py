@@ -1,4 +1,4 @@
-"""The runbook has every message with which ranks end, or do not start."""
+"""The runbook, or the page on ranks, has every message with which ranks end, or do not start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from kernels.ranks.memory import RankFault
 
 ROOT = Path(__file__).parents[2]
-PAGE = " ".join((ROOT / "docs/operations/runbook.md").read_text().split())
+PAGES = (ROOT / "docs/operations/runbook.md", ROOT / "docs/operations/ranks.md")
+PAGE = " ".join(word for page in PAGES for word in page.read_text().split())
 FILES = (
     *(ROOT / "inference_svc/engine/ranks").rglob("*.py"),
     ROOT / "inference_svc/backends/exchange.py",
@@ -39,7 +40,7 @@ def messages(file: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_messages_are_in_the_runbook(file: Path) -> None:
+def test_messages_are_in_the_pages(file: Path) -> None:
     parts = [part.strip(" :;") for part in messages(file)]
     missing = [part for part in parts if " " in part and part not in PAGE]
     assert missing == []
@@ -51,5 +52,5 @@ def test_messages_are_found() -> None:
 
 
 @pytest.mark.parametrize("fault", RankFault, ids=lambda fault: fault.name)
-def test_faults_of_shared_memory_are_in_the_runbook(fault: RankFault) -> None:
+def test_faults_of_shared_memory_are_in_the_pages(fault: RankFault) -> None:
     assert str(fault) in PAGE
