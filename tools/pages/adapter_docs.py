@@ -43,9 +43,8 @@ def render() -> dict[str, str]:
     noted = dict.fromkeys(note.feature for note in NOTES)
     others = [[WORDS[Feature(each)], *(_treatment(each, of) for of in ENGINES)] for each in noted]
     forms = [[each.name, each.trainers, each.tensors, each.note] for each in EXPERT_FORMS]
-    keys = [[f"`{key}`", meaning] for key, meaning in FOREIGN.items()]
     return {
-        "keys": _table(("key", "meaning"), keys),
+        "keys": ", ".join(f"`{key}`" for key in FOREIGN) + ".",
         "experts": _table(("form", "written by", "tensors below `<experts>`", "notes"), forms),
         "engines": _table(("content", *ENGINES.values()), _merged(others)),
         "trainers": _table(

@@ -186,11 +186,10 @@ def _section(name: str, command: Any, repeated: Mapping[tuple[str, str], Any]) -
     elif arguments or options:
         yield from _options([*arguments, *options])
     if command.epilog:
-        examples = command.epilog.replace("\b", "").replace("Examples:", "").strip("\n")
-        yield "```text"
-        yield from (line.strip() for line in examples.splitlines() if line.strip())
-        yield "```"
-        yield ""
+        lines = command.epilog.replace("\b", "").replace("Examples:", "").splitlines()
+        examples = [line.strip() for line in lines if line.strip() not in ("", f"loadout {name}")]
+        if examples:
+            yield from ("```text", *examples, "```", "")
 
 
 def _overview(commands: Iterable[str]) -> Iterator[str]:

@@ -109,19 +109,23 @@ FORMER_REFUSED: Mapping[str, Refusal] = {
 KNOWN = HONOURED | NO_EFFECT.keys() | REFUSED.keys() | FORMER_REFUSED.keys()
 """Fields with a verdict, which no operator changes."""
 
-FOREIGN: Mapping[str, str] = {
-    # Cloudflare Workers AI asks for it: developers.cloudflare.com/workers-ai, "Using LoRA adapters"
-    "model_type": "the base's family; names and shapes of the weights decide instead",
-    # PEFT before 0.3; InternLM/lmdeploy#1151
-    "merge_weights": "whether A and B were merged into the weights between training steps",
-    # transformers' GenerationConfig; huggingface/peft#1168
-    "_from_model_config": "where transformers took its settings for generation from",
-    # transformers' PreTrainedConfig and GenerationConfig; huggingface/peft#1168
-    "transformers_version": "the release that saved it",
-    # transformers' PreTrainedConfig
-    "_name_or_path": "the model's place; `base_model_name_or_path` is read in its place",
-}
-"""Keys that hosts ask for, or other tools add, with their meaning. They change nothing."""
+FOREIGN = (
+    # The base's family; names and shapes of the weights decide instead. Cloudflare Workers AI asks
+    # for it: developers.cloudflare.com/workers-ai, "Using LoRA adapters"
+    "model_type",
+    # Whether A and B were merged into the weights between training steps: PEFT before 0.3;
+    # InternLM/lmdeploy#1151
+    "merge_weights",
+    # Where transformers took its settings for generation from: transformers' GenerationConfig;
+    # huggingface/peft#1168
+    "_from_model_config",
+    # The release that saved it: transformers' PreTrainedConfig and GenerationConfig;
+    # huggingface/peft#1168
+    "transformers_version",
+    # The model's place, for which we read base_model_name_or_path: transformers' PreTrainedConfig
+    "_name_or_path",
+)
+"""Keys that hosts ask for, or other tools add. They change nothing."""
 
 # Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -155,7 +159,7 @@ def check_fields(
                 subject=key,
                 reason="CONFIG_UNSUPPORTED",
             )
-    ignored = check_unknown(fields, KNOWN | FOREIGN.keys(), subject, allowed)
+    ignored = check_unknown(fields, KNOWN.union(FOREIGN), subject, allowed)
     _check_init(fields.get("init_lora_weights", True), subject)
     return tuple(ignored)
 
