@@ -15,6 +15,9 @@ from inference_svc.model.checkpoint.wrapper import Wrapper
 PIECE_BYTES = 1 << 20
 """The bytes that are read at once."""
 _WEIGHT = ".weight"
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_MAX_SIZE = 1 << 24
+"""More inputs or outputs than a layer has."""
 
 
 class StoredTensor(NamedTuple):
@@ -93,13 +96,28 @@ def tower_modules(
     towers that a whole model has beside its text part, in the order of their names. Raises as
     `stored_tensors`."""
     found = []
-    for name, tensor in sorted(stored_tensors(model_dir)) if wrapper.others else ():
-        is_known = len(tensor.shape) == 2 or (with_norms and len(tensor.shape) == 1)
+    stored = dict(sorted(stored_tensors(model_dir))) if wrapper.others else {}
+    for name, tensor in stored.items():
+        state = stored.get(f"{name}{_NF4_STATE}")
+        shape = tensor.shape if state is None else _nf4_shape(state)
+        is_known = len(shape) == 2 or (with_norms and len(shape) == 1)
         if is_known and name.endswith(_WEIGHT) and wrapper.text_name(name) is None:
             names = wrapper.tower_names(name.removesuffix(_WEIGHT))
-            num_out, num_in = (*tensor.shape, 0)[:2]
+            num_out, num_in = (*shape, 0)[:2]
             found.append(TowerModule(wrapper.tower_of(name), names, num_in, num_out))
     return tuple(found)
+
+
+def _nf4_shape(state: StoredTensor) -> tuple[int, ...]:
+    """Returns the shape of a weight that bitsandbytes packed, whose own tensor is a row of bytes;
+    () if its facts are broken, which the reader of weights reports."""
+    try:
+        with state.path.open("rb") as file:
+            file.seek(state.start)
+            shape = json.loads(file.read(min(state.num_bytes, PIECE_BYTES)))["shape"]
+        return tuple(size for size in shape if type(size) is int and 0 < size <= _MAX_SIZE)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ()
 
 
 def _read_gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:

@@ -66,8 +66,9 @@ class Float8:
         if self._block is None:
             either = TensorSpec((1,), _SCALES, is_optional=True)
             scales = {"weight_scale": either, "weight_scale_inv": either}
+            tensors = {"weight": weight, **scales, **inputs}
             form = WeightFormat(Codes.FP8)
-            return StoredMatrix(form, {"weight": weight, **scales, **inputs}, _decode_tensor)
+            return StoredMatrix(form, tensors, _decode_tensor, one_of=tuple(scales))
         rows, columns = self._block
         shape = (-(-out_features // rows), -(-in_features // columns))
         blocks = TensorSpec(shape, _SCALES)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
+
+from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.checkpoint.wrapper import Wrapper
@@ -16,11 +19,44 @@ from inference_svc.model.description import (
     Projection,
     layer_path,
 )
-from inference_svc.model.quantised.scheme import Scheme, StoredMatrix
+from inference_svc.model.quantised.scheme import Rows, Scheme, StoredMatrix
 from inference_svc.model.quantised.settings import NEXT_STEP
-from kernels.quantised import WeightFormat
+from kernels.quantised import QuantisedRows, WeightFormat
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPlain:
+    """The scheme of a checkpoint whose weights are dequantised while they are read."""
+
+    scheme: Scheme
+
+    @property
+    def name(self) -> str:
+        """See `Scheme`."""
+        return self.scheme.name
+
+    @property
+    def form(self) -> str:
+        """See `Scheme`."""
+        return self.scheme.form
+
+    def matrix(
+        self, module: str, out_features: int, in_features: int, num_experts: int = 0
+    ) -> StoredMatrix | None:
+        """See `Scheme`. Raises UnsupportedModel where the sizes do not fit it."""
+        found = self.scheme.matrix(module, out_features, in_features, num_experts)
+        if found is None:
+            return None
+        return replace(found, format=None, decode=partial(_dequantised, found.decode))
+
+
+def _dequantised(
+    decode: Callable[[Mapping[str, Tensor]], Rows], tensors: Mapping[str, Tensor]
+) -> Tensor:
+    rows = decode(tensors)
+    return rows.dequantise() if isinstance(rows, QuantisedRows) else rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +79,12 @@ class StoredModules:
         there decides.
         """
         stored = self._stored_paths.get(module, module)
-        found = self.scheme.matrix(stored, out_features, in_features, num_experts)
+        try:
+            found = self.scheme.matrix(stored, out_features, in_features, num_experts)
+        except UnsupportedModel:
+            if self._has_weight_alone(module):
+                return None
+            raise
         if found is None or not self._is_there(module, found):
             return None
         form = found.format
@@ -57,12 +98,30 @@ class StoredModules:
     def _is_there(self, module: str, matrix: StoredMatrix) -> bool:
         """Returns whether the checkpoint has a module in this form, or has nothing of it."""
         is_plain = f"{module}.weight" in self.names or module in self.names
-        ends = (end for end, each in matrix.tensors.items() if not each.is_optional)
-        return not is_plain or all(tensor_name(module, end) in self.names for end in ends)
+        if not is_plain:
+            return True
+        ends = {end for end in matrix.tensors if tensor_name(module, end) in self.names}
+        needed = {end for end, each in matrix.tensors.items() if not each.is_optional}
+        return needed <= ends and (not matrix.one_of or not ends.isdisjoint(matrix.one_of))
+
+    def _has_weight_alone(self, module: str) -> bool:
+        """Returns whether a module has a weight and no scales: of any size, it is plain."""
+        names = {f"{module}.weight", f"{module}.bias"} & self.names.keys()
+        return f"{module}.weight" in names and self._num_tensors[module] == len(names)
 
     def has(self, module: str) -> bool:
         """Returns whether the checkpoint has tensors of a module."""
         return module in self._stored_paths
+
+    @cached_property
+    def _num_tensors(self) -> Mapping[str, int]:
+        """The number of tensors below each path."""
+        paths: Counter[str] = Counter()
+        for name in self.names:
+            end = len(name)
+            while (end := name.rfind(".", 0, end)) > 0:
+                paths[name[:end]] += 1
+        return paths
 
     @cached_property
     def _stored_paths(self) -> Mapping[str, str]:
@@ -88,8 +147,9 @@ def text_names(stored: Collection[str], wrapper: Wrapper) -> dict[str, str]:
 
 def with_stored_formats(decoder: Decoder, scheme: Scheme, names: Collection[str]) -> Decoder:
     """Returns the decoder with the formats of a checkpoint whose tensors have these names, as they
-    are stored. Raises UnsupportedModel where the sizes of a module do not fit the scheme, or the
-    formats of one projection's experts differ."""
+    are stored; its vision tower is held plain. Raises
+    UnsupportedModel where the sizes of a module do not fit the scheme, or the formats of one
+    projection's experts differ."""
     modules = StoredModules(scheme, decoder.wrapper, text_names(names, decoder.wrapper))
     blocks = tuple(
         _with_formats(block, partial(layer_path, layer), modules)
@@ -102,6 +162,10 @@ def with_stored_formats(decoder: Decoder, scheme: Scheme, names: Collection[str]
     if not head.is_tied or modules.has(LM_HEAD):
         matrix = modules.matrix(LM_HEAD, decoder.vocab_size, decoder.hidden_size)
         head = replace(head, format=None if matrix is None else matrix.format)
+    pictures = decoder.pictures
+    if pictures is not None:
+        tower = replace(pictures.tower, quantisation=HeldPlain(scheme))
+        decoder = replace(decoder, pictures=replace(pictures, tower=tower))
     return replace(decoder, blocks=blocks, layer_inputs=inputs, head=head, quantisation=scheme)
 
 

@@ -45,13 +45,15 @@ class StoredMatrix:
     or plain rows if that is None: this checkpoint's form is not computed with as it is. It raises
     UnsupportedModel for contents that cannot be meant, naming the tensor's end. Of experts it gets
     one expert's tensors at a time. If it `is_by_rows`, it may get the same rows of each tensor, and
-    makes these rows of the weight.
+    makes these rows of the weight. A file has at least one of the tensors `one_of`, if there are
+    any, which are all optional.
     """
 
     format: WeightFormat | None
     tensors: Mapping[str, TensorSpec]
     decode: Callable[[Mapping[str, Tensor]], Rows]
     is_by_rows: bool = False
+    one_of: tuple[str, ...] = ()
 
 
 class Scheme(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from inference_svc.core import BASE_SLOT
 from inference_svc.errors import UnsupportedModel
@@ -21,6 +23,7 @@ from inference_svc.model.tower import normalised
 from inference_svc.model.transformer import COMPUTE
 from inference_svc.pictures.sizes import MAX_SLICE, Size
 from tests.support.models.parity import relative_rms
+from tests.support.models.saved_weights import pack
 from tests.support.pictures.models import (
     FREE,
     GEMMA4,
@@ -114,6 +117,26 @@ def test_a_cell_may_have_more_patches_than_a_part(backend: str, tmp_path: Path) 
     compute(tower, encoding, tiles.numpy().tobytes(), 1)
     expected = expected_rows(model, normalised(tiles, pictures.processor))
     assert relative_rms(encoding.rows, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_weights_in_few_bits_are_dequantised(form: str, backend: str, tmp_path: Path) -> None:
+    """As bitsandbytes packs towers. Layers without scales are plain, whatever the config lists."""
+    folder = tmp_path / "model"
+    make_reader("Gemma3", folder)
+    meant = pack(folder, form)
+    shutil.copy(folder / "preprocessor_config.json", meant)
+    packed = [name for name in load_file(folder / "model.safetensors") if "vision" in name]
+    assert sum("q_proj.weight_scale" in name for name in packed) == 3
+    rows = []
+    for each in (folder, meant):
+        tower = tower_of(each, backend)
+        encoding = tower.begin(SQUARE, 1)
+        torch.manual_seed(0)
+        tiles = torch.randint(0, 256, (1, TILE, TILE, 3), dtype=torch.uint8)
+        compute(tower, encoding, tiles.numpy().tobytes(), 1000)
+        rows.append(encoding.rows)
+    assert relative_rms(*rows) <= 1e-6
 
 
 @pytest.mark.matrix

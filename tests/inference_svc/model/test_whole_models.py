@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,23 @@ def test_linear_layers_of_other_towers_are_known_by_their_names(name, names, who
         assert (found[name].in_features, found[name].out_features) == expected
         assert name.removeprefix("model.") in found[name].names
         assert found[name].tower == name.split(".")[1]
+
+
+def test_layers_that_bitsandbytes_packed_have_their_sizes(whole):
+    """Their tensors are bytes in one row; an adapter of them is accepted all the same."""
+    _, folder = whole("Gemma3")
+    wrapper = load_description(folder).wrapper
+    before = tower_modules(folder, wrapper)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(each for each in tensors if "vision_tower" in each and "q_proj.weight" in each)
+    shape = [*tensors[name].shape]
+    state = torch.tensor([*json.dumps({"shape": shape}).encode()]).byte()
+    tensors[name] = torch.zeros(math.prod(shape) // 2, 1, dtype=torch.uint8)
+    state_name = f"{name}.quant_state.bitsandbytes__nf4"
+    save_file(tensors | {state_name: state}, folder / "model.safetensors")
+    assert tower_modules(folder, wrapper) == before
+    save_file(tensors | {state_name: state[1:].clone()}, folder / "model.safetensors")
+    assert len(tower_modules(folder, wrapper)) == len(before) - 1
 
 
 def test_a_tower_of_a_published_checkpoint_has_its_present_names(whole):
