@@ -27,7 +27,8 @@ def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
     """Returns a decoder whose layers have weights of these codes, "int4", "int8" or "fp8"; or the
     decoder as it is, "none". The embedding and the head stay plain. `dtype` is the checkpoint's.
 
-    Raises UnsupportedModel for a checkpoint that is quantised already.
+    Raises UnsupportedModel for a checkpoint that is quantised already, and for one of which every
+    layer would stay plain.
     """
     if codes == "none":
         return decoder
@@ -52,6 +53,11 @@ def with_chosen_format(decoder: Decoder, codes: str, dtype: str) -> Decoder:
         return replace(projection, formats=kept) if any(kept) else projection
 
     blocks = tuple(with_projections(block, chosen) for block in decoder.blocks)
+    if blocks == decoder.blocks:
+        raise UnsupportedModel(
+            f"--quantize {codes}: every layer would stay plain, because all have few outputs, or "
+            "inputs that groups do not divide; serve the model without it"
+        )
     return replace(decoder, blocks=blocks)
 
 

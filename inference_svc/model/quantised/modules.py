@@ -205,6 +205,8 @@ def _format_of_experts(
     is_whole = modules.matrix(whole, projection.out_features, in_features, projection.num_experts)
     if is_whole is not None:
         return is_whole.format
+    if whole in modules.names:
+        return None
     formats = set(_formats_apart(projection, path_of, modules))
     if len(formats) > 1:
         raise UnsupportedModel(

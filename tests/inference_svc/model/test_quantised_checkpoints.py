@@ -30,6 +30,7 @@ WHOLE = {"hidden_size": 64, "intermediate_size": 32}
     [
         *((family, name) for family in ("llama", "qwen3-moe") for name in APART),
         ("gpt-oss", "mxfp4"),
+        ("gemma4-moe", "int8"),  # whose experts are plain, in one tensor
     ],
 )
 def test_logits(family, name, random_model, save_model, load_decoder, relative_rms):

@@ -15,6 +15,7 @@ from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
 from inference_svc.model.quantised import conversion
 from inference_svc.model.quantised.chosen import weight_form
+from tests.support.models.families import MODELS
 
 SIZES = {
     "hidden_size": 64,
@@ -127,6 +128,25 @@ def test_a_quantised_checkpoint_is_refused(plain, tmp_path):
     convert(plain(), tmp_path / "out", "int8")
     with pytest.raises(UnsupportedModel, match=r"--quantize int4: .* quantised already \(compress"):
         convert(tmp_path / "out", tmp_path / "again", "int4")
+
+
+def test_experts_in_one_tensor_stay_plain_where_groups_do_not_divide(
+    random_model, save_model, tmp_path
+):
+    """No config can list them one by one."""
+    family, changes = MODELS["gemma4-moe"]
+    folder = save_model(random_model(family, **changes))
+    convert(folder, tmp_path / "out", "int4")
+    assert load_description(tmp_path / "out").blocks == load_description(folder, "int4").blocks
+
+
+def test_a_model_of_which_nothing_would_be_quantised_is_refused(random_model, save_model):
+    """The one layer whose inputs groups divide has few outputs, and stays plain."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 576}
+    folder = save_model(random_model("Llama", **sizes, **heads))
+    with pytest.raises(UnsupportedModel, match=r"--quantize int4: every layer would stay plain"):
+        load_description(folder, "int4")
 
 
 def test_int4_needs_groups(random_model, save_model, tmp_path):
