@@ -9,6 +9,9 @@ from typing import Any
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.description import Activation
 
+MAX_LAYERS = 1024
+"""More than any model has. A file may claim any number, and each layer is described before the
+file's tensors are compared."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -90,7 +93,7 @@ class ConfigReader:
 
     @property
     def num_layers(self) -> int:
-        return self.positive("num_hidden_layers")
+        return self.within("num_hidden_layers", 1, MAX_LAYERS)
 
     @property
     def head_dim(self) -> int:

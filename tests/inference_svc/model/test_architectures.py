@@ -295,6 +295,7 @@ REFUSED = {
     "odd head": ("Llama", {"head_dim": 15}, "head_dim"),
     "zero": ("Llama", {"vocab_size": 0}, "vocab_size"),
     "a string": ("Llama", {"num_hidden_layers": "2"}, "num_hidden_layers"),
+    "layers without end": ("Llama", {"num_hidden_layers": 1 << 40}, "must be 1 to 1024"),
     "flag": ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     "epsilon": ("Llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "eos": ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
