@@ -17,6 +17,7 @@ from inference_svc.api.generate_call import activation_of
 from inference_svc.core import Part, Sum
 from inference_svc.engine.transport.messages import Output
 from tests.support.models.parity import RecordingSampler, prompts, relative_rms
+from tests.support.models.quantised import make_packed
 from tests.support.models.zoo import (
     ALL,
     PARAMETERS,
@@ -163,9 +164,12 @@ def make_kinds(
     folder: Path,
     train: Callable[[Any], None] = shake,
     own: Sequence[AdapterSpec] | None = None,
+    form: str = "",
 ) -> Kinds:
-    """Makes plain adapters, and `own` ones in addition: by default of all kinds."""
-    base, references, dirs = make_model(kind, folder / "model"), {}, {}
+    """Makes plain adapters, and `own` ones in addition: by default of all kinds. The base model has
+    its weights in one of `saved_weights.FORMATS`, if `form` names one."""
+    base = make_packed(form, kind, folder)[1] if form else make_model(kind, folder / "model")
+    references, dirs = {}, {}
     for specs in (PLAIN, *((spec,) for spec in (kinds_of(kind) if own is None else own))):
         has_tokens = specs[0].name == TOKENS
         model = _with_tokens(base) if has_tokens else copy.deepcopy(base)

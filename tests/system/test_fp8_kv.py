@@ -18,6 +18,8 @@ from tests.system.services import Services
 
 KINDS = ("llama", "gpt-oss", "gemma3")
 """With groups of heads, with sinks and windows, and with two shapes of keys and values."""
+OTHERS = ("gemma4", "qwen3_5")
+"""Layers that share keys, and recurrent ones."""
 NUM_TOKENS = 12
 
 Answers = dict[str, tuple[list[int], torch.Tensor]]
@@ -37,7 +39,9 @@ def answer(start: Callable, kind: str, **settings: object) -> Answers:
     return {name: (found[name], torch.stack(recorder.logits[name])) for name in names}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)]
+)
 def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None:
     """A key that lies between two codes may fall on either side, by how its sums are ordered; plain
     keys and values are further away."""
@@ -47,7 +51,7 @@ def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None
     for name, (tokens, logits) in by_torch.items():
         own_tokens, own_logits = native[name]
         assert own_tokens == tokens, name or "base"
-        assert relative_rms(own_logits, logits) < 5e-3, name or "base"
+        assert relative_rms(own_logits, logits) < 1e-2, name or "base"
         first, wanted = logits[:1], plain[name][1][:1]
         assert 1e-3 < relative_rms(first, wanted) < 0.3, name or "base"
 
@@ -74,6 +78,30 @@ def test_a_prefix_is_shared_with_the_same_bits(start: Callable) -> None:
     assert second == first
     assert last.usage.cached_prompt_tokens >= 192
     running.check_idle()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_requests_go_on_with_the_same_tokens(prefix_cache: bool, start: Callable) -> None:
+    """Of a model with windows; with room for about two sequences."""
+
+    def answers(**settings: object) -> tuple[list[list[int]], int, int]:
+        running = start("gemma3", max_model_len=96, kv_dtype="fp8", **settings)
+        names = ["", *running.digests] * 3
+        for index, (name, prompt) in enumerate(zip(names, prompts(len(names)), strict=True)):
+            running.submit(str(index), prompt[:50], name, max_tokens=24)
+        tokens = [running.result(str(index))[0] for index in range(len(names))]
+        running.check_idle()
+        engine = running.engine.built.engine
+        backend = engine.runner.backend
+        num_preempted = engine.commands.describe().counters["preemptions"]
+        return tokens, num_preempted, backend.kv_bytes // backend.num_pages
+
+    expected, num_preempted, page_bytes = answers()
+    assert not num_preempted
+    settings = {"kv_bytes": 8 * page_bytes, "max_sequences": 8, "prefix_cache": prefix_cache}
+    tokens, num_preempted, _ = answers(**settings)
+    assert num_preempted
+    assert tokens == expected
 
 
 def test_the_same_memory_holds_almost_twice_the_tokens(start: Callable) -> None:
