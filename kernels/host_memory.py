@@ -122,7 +122,9 @@ class Slab:
     """Memory in pieces that lie side by side in few large allocations, so that nearly all of it is
     in huge pages. It is freed with the last view of a piece."""
 
-    CHUNK_BYTES = 64 << 20
+    CHUNK_BYTES = 256 << 20
+    """The last huge page of each allocation is resident as a whole, used or not; the rest of an
+    allocation that no piece fits in is not."""
     ALIGNMENT_BYTES = 64
 
     def __init__(self) -> None:

@@ -58,7 +58,8 @@ def test_small_memory_is_zeroed() -> None:
     assert allocate_host(1000).sum() == 0
 
 
-def test_pieces_of_a_slab_are_apart_and_zero() -> None:
+def test_pieces_of_a_slab_are_apart_and_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slab, "CHUNK_BYTES", 4 * MIB)
     slab = Slab()
     sizes = [1, 64, 100, 3 << 20, Slab.CHUNK_BYTES + 5, 7]
     pieces = [slab.take(size) for size in sizes]
