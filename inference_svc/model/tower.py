@@ -87,9 +87,9 @@ class Encoding:
 class Tower(ABC, Generic[P]):
     """Computes tiles one by one. The unit of its work is a layer of a strip of a tile: from the
     attention of a layer up to the one of the next, before the first layer or behind the last; or,
-    of a large tile, a share of this attention. Strips that follow each other are computed at once.
-    It has the state of one tile at a time: if another one begins, the first begins again. `device`
-    has the weights and all else."""
+    of a large tile, a share of this attention, or what follows its shares. Units that follow each
+    other are computed at once, as whole strips or as shares of one. It has the state of one tile at
+    a time: if another one begins, the first begins again. `device` has the weights and all else."""
 
     def __init__(
         self,
@@ -168,27 +168,27 @@ class Tower(ABC, Generic[P]):
         num_units: int,
         slot: int,
     ) -> int:
-        """Computes up to so many units of a tile: whole strips, or some shares of the attention of
-        one. Returns how many."""
+        """Computes up to so many units of a tile: whole strips, some shares of the attention of
+        one, or its products. Returns how many."""
         tile, unit = encoding.tile, self.order.find(encoding.tile, encoding.num_units)
-        num_left = unit.num_shares - unit.share
-        is_whole = not unit.share and num_units >= num_left
-        num_strips = num_units // num_left if is_whole else 1
+        is_whole = not unit.place and num_units >= unit.num_units
+        num_strips = num_units // unit.num_units if is_whole else 1
         part = state.plan.part(unit.strip, num_strips, self.most_tokens)
-        count = part.num_strips * unit.num_shares
         mixer = self._units.mixer(unit.layer)
-        if mixer is not None and not mixer.in_windows:
-            share = Share(0, part.num_tokens, 0, mixer.num_heads)
-            if not is_whole:
-                share, count = self.order.joined(tile, unit.share, min(num_units, num_left))
+        if is_whole:
+            if mixer is not None and not mixer.in_windows:
+                whole = Share(0, part.num_tokens, 0, mixer.num_heads)
+                self._attend(state, unit.layer, part, whole)
+        elif unit.num_shares:
+            share, count = self.order.joined(tile, unit.place, min(num_units, unit.num_shares))
             own = share.within(part.num_tokens)
             if own.first < own.end:
                 self._attend(state, unit.layer, part, own)
-        if is_whole or count == num_left:
-            inputs = self._pixels(encoding, pixels)
-            for out, rows in self._compute(state, unit.layer, part, inputs, slot):
-                self._place(encoding, part, out, rows)
-        return count
+            return count
+        inputs = self._pixels(encoding, pixels)
+        for out, rows in self._compute(state, unit.layer, part, inputs, slot):
+            self._place(encoding, part, out, rows)
+        return part.num_strips * unit.num_units if is_whole else 1
 
     def _plan(self, tile: Size) -> TilePlan:
         plan = self._plans.get(tile)

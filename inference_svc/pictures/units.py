@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from inference_svc.pictures.sizes import Size, TileForm
 
-PAIRS_PER_THREAD = 1 << 19
-"""The products of queries with keys that each thread computes in a unit, at most about: as many as
-a strip of a tile of 1,024 patches has in 16 heads. They take some milliseconds."""
+SHARE_PAIRS = 1 << 19
+"""The products of queries with keys of a share of attention, at most about: as many as a strip of
+a tile of 1,024 patches has in 16 heads. In towers of 1,024 to 1,280 elements they take less than
+half the time of the strip's other products, however many threads share both, so that the longest
+unit of a large tile is these products, or what a tile of 1,024 patches has."""
 PASS_QUERIES = 16
 """The queries that pass over the keys at once, as an item of a thread's work. With AMX fewer take
 as long; other processors compute some of them at a time, and a share could have fewer."""
@@ -37,13 +39,19 @@ class Share(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A unit of a strip of a tile in a layer: `share` of `num_shares`, of which the last one goes
-    on to the next layer's attention. Layer 0 is the work before the first attention."""
+    """A unit of a strip of a tile in a layer, at `place` of `num_units`. If there are several, the
+    last one is the products up to the next layer's attention, and the others are shares of
+    attention. Layer 0 is the work before the first attention."""
 
     layer: int
     strip: int
-    share: int
-    num_shares: int
+    place: int
+    num_units: int
+
+    @property
+    def num_shares(self) -> int:
+        """The shares of attention, from this one on, that are units without products."""
+        return self.num_units - 1 - self.place
 
 
 class TowerUnits(NamedTuple):
@@ -79,8 +87,10 @@ class TowerUnits(NamedTuple):
         return found, number
 
     def per_strip(self, tile: Size) -> tuple[int, ...]:
-        """Returns the units of a strip before the first layer's attention, and in each layer."""
-        count = len(self.shares(tile))
+        """Returns the units of a strip before the first layer's attention, and in each layer. The
+        products of a layer are a unit of their own if attention has several."""
+        num_shares = len(self.shares(tile))
+        count = num_shares + 1 if num_shares > 1 else 1
         return (1, *(count if sees_all else 1 for sees_all in self.sees_all))
 
     def count(self, tile: Size) -> int:
@@ -93,8 +103,7 @@ class TowerUnits(NamedTuple):
         for layer, end in enumerate(accumulate(num_strips * count for count in counts)):
             if index < end:
                 place = index - (end - num_strips * counts[layer])
-                strip, share = divmod(place, counts[layer])
-                return Unit(layer, strip, share, counts[layer])
+                return Unit(layer, *divmod(place, counts[layer]), counts[layer])
         raise IndexError(f"a tile has no unit {index}")
 
 

@@ -34,7 +34,7 @@ def check_equal(tmp_path, device, on_device, monkeypatch):
 
     def check(name: str, dtype: torch.dtype) -> None:
         if name == IN_SHARES:
-            monkeypatch.setattr(described, "PAIRS_PER_THREAD", 1)
+            monkeypatch.setattr(described, "SHARE_PAIRS", 1)
         decoder = make_reader(name, tmp_path)
         host, there = (Model.make(decoder, dtype, at) for at in (torch.device("cpu"), device))
         for model in (host, there):

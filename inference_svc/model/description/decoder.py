@@ -24,7 +24,7 @@ from inference_svc.pictures.positions import PicturePositions
 from inference_svc.pictures.processor import Processor
 from inference_svc.pictures.prompt import Frame
 from inference_svc.pictures.sizes import TileForm
-from inference_svc.pictures.units import PAIRS_PER_THREAD, TowerUnits
+from inference_svc.pictures.units import SHARE_PAIRS, TowerUnits
 from inference_svc.results.routed_experts import ExpertLayers
 from kernels.quantised import WeightFormat
 
@@ -407,8 +407,7 @@ class Pictures:
         num_heads = max(each.num_heads for each in mixers)
         if num_threads is None:
             return TowerUnits(self.tiles, sees_all, num_heads, None)
-        most_pairs = PAIRS_PER_THREAD * num_threads
-        return TowerUnits(self.tiles, sees_all, num_heads, most_pairs, num_threads)
+        return TowerUnits(self.tiles, sees_all, num_heads, SHARE_PAIRS, num_threads)
 
     @property
     def positions(self) -> PicturePositions | None:

@@ -121,8 +121,7 @@ def test_attention_that_is_divided_has_the_same_bits(
     whole = [tower.begin(tile, 1) for _ in range(2)]
     for encoding, own in zip(whole, pixels, strict=True):
         compute(tower, encoding, own.tobytes(), 1000, slot)
-    per_thread = max(most_pairs // torch.get_num_threads(), 1)
-    monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", per_thread)
+    monkeypatch.setattr(decoder, "SHARE_PAIRS", most_pairs)
     tower = tower_of(tmp_path, backend, dtype, has_adapter=True)
     units = tower.order
     assert len(units.shares(tile)) > 1
@@ -134,11 +133,43 @@ def test_attention_that_is_divided_has_the_same_bits(
             torch.testing.assert_close(encoding.rows, wanted.rows, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shares_and_products_are_not_of_one_unit(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest unit would be as long as both."""
+    make_reader("Qwen2VL", tmp_path)
+    monkeypatch.setattr(decoder, "SHARE_PAIRS", 1)
+    tower, tile = tower_of(tmp_path, backend), Size(20 * PATCH, 14 * PATCH)
+    done = ""
+
+    def noting(name: str) -> Any:
+        own = getattr(tower, f"_{name}")
+
+        def call(*args: Any) -> Any:
+            nonlocal done
+            done += name[0]
+            return own(*args)
+
+        return call
+
+    for name in ("attend", "compute"):
+        monkeypatch.setattr(tower, f"_{name}", noting(name))
+    black, encoding, found = bytes(3 * tile.height * tile.width), tower.begin(tile, 1), []
+    for _ in range(tower.order.count(tile)):
+        done = ""
+        tower.go_on(encoding, black, 1, BASE_SLOT)
+        found.append(done)
+    num_strips, num_shares = len(tower.order.tiles.strips(tile)), len(tower.order.shares(tile))
+    of_layer = (["a"] * num_shares + ["c"]) * num_strips
+    assert found == ["c"] * num_strips + of_layer * len(tower.order.sees_all)
+
+
 def test_shares_that_a_step_pays_for_are_computed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_reader("Qwen2VL", tmp_path)
-    monkeypatch.setattr(decoder, "PAIRS_PER_THREAD", 1)
+    monkeypatch.setattr(decoder, "SHARE_PAIRS", 1)
     tower, tile = tower_of(tmp_path, "torch"), Size(20 * PATCH, 14 * PATCH)
     attend, num_attends = both_ways.attend_all, 0
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations, pairwise, product
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from inference_svc.engine.policy.states.pages import Pages
 from inference_svc.engine.policy.states.states import States
 from inference_svc.pictures.prompt import PictureKey, PictureWork, PromptPicture, Run
 from inference_svc.pictures.sizes import Size, TileForm
-from inference_svc.pictures.units import PASS_QUERIES, Share, TowerUnits
+from inference_svc.pictures.units import TowerUnits
 from servicekit.shared_memory import SharedBytes
 from tests.support.inference.loop import TwoAdapterRows
 
@@ -399,22 +397,23 @@ def test_units_of_a_large_tile_cost_as_much_as_undivided(most_pairs: int) -> Non
     ]
     picture = large_picture(num_tiles=2)
     undivided, divided = (each.num_units(picture) for each in costs)
-    num_shares = {64 * 1600 * 3: 1, 64 * 1600: 3, 1000: 3 * 4}[most_pairs]
-    assert (undivided, divided) == (2 * 25 * 4, 2 * 25 * (3 + num_shares))
+    num_own = {64 * 1600 * 3: 1, 64 * 1600: 3 + 1, 1000: 3 * 4 + 1}
+    assert (undivided, divided) == (2 * 25 * 4, 2 * 25 * (3 + num_own[most_pairs]))
     cost = costs[0].of_first(picture, undivided)
     assert costs[1].of_first(picture, divided) == pytest.approx(cost)
 
 
-def test_the_last_share_of_a_strip_pays_for_the_rest_of_the_layer() -> None:
+def test_products_behind_shares_have_a_price_of_their_own() -> None:
     """Of a tile with one layer, in which each share has one of three heads."""
     units = TowerUnits(TileForm(0, 2, merge=2, window=4), (True,), 3, 64 * 1600)
     costs, picture = TowerCosts(units, 1.0, 0.5, row_bytes=10), large_picture()
-    found = [costs.of_first(picture, 25 + count) for count in range(7)]
+    found = [costs.of_first(picture, 25 + count) for count in range(9)]
     share = 64 * 1600 * 0.5 / 3
-    wanted = 2 * [share, share, share + 64]
+    wanted = 2 * [share, share, share, 64]
     assert [after - before for before, after in pairwise(found)] == pytest.approx(wanted)
     assert costs.num_within(picture, 26, 1.5 * share) == 1
-    assert costs.num_within(picture, 27, 1.0 * share) == 0
+    assert costs.num_within(picture, 27, 1.0 * share) == 1
+    assert costs.num_within(picture, 28, 1.5 * share) == 2
 
 
 @pytest.mark.parametrize("budget", [60, 2_100, 30_000, 600_000])
@@ -429,74 +428,6 @@ def test_a_budget_buys_the_units_that_it_pays_for(budget: int) -> None:
         assert costs.of_first(picture, first + count) - paid <= budget + 0.1
         if first + count < num_units:
             assert costs.of_first(picture, first + count + 1) - paid > budget - 0.1
-
-
-def test_shares_of_attention_are_all_of_it() -> None:
-    """Each head of each query once, also of a strip that is smaller than the largest."""
-    form = TileForm(0, 2, merge=2, window=4)
-    tile = Size(4 * 22, 4 * 21)
-    sizes = sorted({end - start for start, end in form.strips(tile)})
-    for most_pairs in (1, 5_000, 50_000, 100_000, 1 << 40):
-        found = TowerUnits(form, (True,), 5, most_pairs)
-        for size in sizes:
-            done = [
-                (query, head)
-                for share in found.shares(tile)
-                for own in (share.within(size),)
-                for query in range(own.first, own.end)
-                for head in range(own.first_head, own.end_head)
-            ]
-            assert sorted(done) == list(product(range(size), range(5)))
-        order = [found.find(tile, index) for index in range(found.count(tile))]
-        assert order == sorted(order)
-        assert {each[:3] for each in order} == {
-            (layer, strip, share)
-            for layer, count in enumerate(found.per_strip(tile))
-            for strip in range(len(form.strips(tile)))
-            for share in range(count)
-        }
-
-
-@pytest.mark.parametrize("most_pairs", [1, 20_000, 50_000, 1 << 40])
-def test_shares_are_joined_as_far_as_they_are_one(most_pairs: int) -> None:
-    """Joined shares have the heads and queries of the single ones, and no more would be one."""
-    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (True,), 5, most_pairs)
-    tile = Size(4 * 22, 4 * 21)
-    shares = units.shares(tile)
-
-    def covered(own: Iterable[Share]) -> set[tuple[int, int]]:
-        """Queries and heads."""
-        return {cell for each in own for cell in product(range(*each[:2]), range(*each[2:]))}
-
-    for first, end in combinations(range(len(shares) + 1), 2):
-        found, number = units.joined(tile, first, end - first)
-        assert covered([found]) == covered(shares[first : first + number])
-        for longer in range(first + number + 1, end + 1):
-            own = covered(shares[first:longer])
-            sides = (len(set(side)) for side in zip(*own, strict=True))
-            assert len(own) < prod(sides)
-    assert units.joined(tile, 0, len(shares)) == (Share(0, shares[-1].end, 0, 5), len(shares))
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 7, 20, 64])
-def test_a_share_has_work_for_each_thread(num_threads: int) -> None:
-    """Or is the whole; work is a few queries of a head."""
-    tile = large_picture().tile
-    for num_heads in (1, 5, 16):
-        units = TowerUnits(TileForm(0, 2), (True,), num_heads, 1, num_threads)
-        shares = units.shares(tile)
-        whole = Share(0, 32, 0, num_heads)
-        assert sum(each.num_queries for each in shares) == whole.num_queries
-        for each in shares:
-            num_passes = -(-(each.end - each.first) // PASS_QUERIES) * (
-                each.end_head - each.first_head
-            )
-            assert num_passes >= num_threads or shares == (whole,)
-
-
-def test_a_device_divides_no_attention() -> None:
-    units = TowerUnits(TileForm(0, 2, merge=2, window=4), (False, True), 3, None)
-    assert units.per_strip(large_picture().tile) == (1, 1, 1)
 
 
 def test_a_sequence_that_stops_lets_go() -> None:

@@ -117,7 +117,8 @@ def _prices(costs: TowerCosts, tile: Size) -> _Prices:
             return (own + most * largest * costs.tokens_per_pair,)
         price = num_all * costs.tokens_per_pair / units.num_heads
         *others, last = accumulate(each.num_queries * price for each in shares)
-        return (*others, last + own)  # the last one goes on to the next layer
+        # The products behind one share are of its unit.
+        return (*others, last, last + own) if others else (last + own,)
 
     of_layers = ((own,), *map(ends, units.sees_all))
     layers = tuple(_LayerPrices(len(strips), each) for each in of_layers)
