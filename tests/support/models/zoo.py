@@ -363,6 +363,14 @@ class Zoo:
     adapter_dirs: dict[str, Path]
     copies: dict[torch.dtype, Any] = field(default_factory=dict, init=False, repr=False)
     """Of the reference, in other dtypes."""
+    answers: dict[tuple[str, tuple[int, ...]], list[int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """The longest greedy answer so far, by adapter and prompt: many tests ask the same."""
+    states: dict[tuple[str, tuple[int, ...]], torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Hidden states so far, by adapter and prompt."""
 
     def logits(self, adapter: str, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
         """[len(token_ids), vocab] of the oracle; adapter "" is the base model."""
@@ -382,7 +390,10 @@ class Zoo:
 
     def hidden(self, adapter: str, token_ids: list[int]) -> torch.Tensor:
         """Returns [len(token_ids), hidden_size] of the oracle behind its last norm, in fp32."""
-        return self.hidden_and_logits(adapter, token_ids)[0]
+        key = adapter, tuple(token_ids)
+        if key not in self.states:
+            self.states[key] = self.hidden_and_logits(adapter, token_ids)[0]
+        return self.states[key]
 
     def hidden_and_logits(
         self, adapter: str, token_ids: list[int]
@@ -403,8 +414,16 @@ class Zoo:
     def greedy(
         self, adapter: str, prompt: list[int], count: int, guess: Sequence[int] = ()
     ) -> list[int]:
-        """What the oracle continues with, in fp32, past any end token. A right guess takes one
-        step: the oracle chooses each of its tokens after those before it."""
+        """Returns the oracle's next tokens, in fp32, past any end token. A right guess takes one
+        step: the oracle chooses each of its tokens after the ones before it."""
+        key = adapter, tuple(prompt)
+        if len(self.answers.get(key, ())) < count:
+            self.answers[key] = self._generated(adapter, prompt, count, guess)
+        return self.answers[key][:count]
+
+    def _generated(
+        self, adapter: str, prompt: list[int], count: int, guess: Sequence[int]
+    ) -> list[int]:
         if len(guess) == count:
             logits = self.logits(adapter, [*prompt, *guess[:-1]], torch.float32)
             if logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == list(guess):
@@ -418,7 +437,8 @@ class Zoo:
             else:
                 with model.disable_adapter():
                     out = model.generate(input_ids=torch.tensor([prompt]), **options)
-        return out[0, len(prompt) :].tolist()
+        found: list[int] = out[0, len(prompt) :].tolist()
+        return found
 
 
 def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = ()) -> Zoo:
