@@ -21,6 +21,7 @@ from tests.system import guarded
 from tests.system.engines import DEFAULTS, CompilingStore, Running, SavedStore
 from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
+from tests.system.picture_readers import Reader
 from tests.system.services import Services
 
 
@@ -35,6 +36,21 @@ def zoos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
         return made[kind]
 
     return zoo
+
+
+@pytest.fixture(scope="session")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reader]]:
+    """Models that read pictures by name, each made once, with the oracle's answers so far."""
+    made: dict[str, Reader] = {}
+
+    def reader(name: str) -> Reader:
+        if name not in made:
+            made[name] = Reader(name, tmp_path_factory.mktemp("reader"))
+        return made[name]
+
+    yield reader
+    for each in made.values():
+        each.close()
 
 
 @pytest.fixture

@@ -19,7 +19,14 @@ from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.pictures.models import NAMES
 from tests.system.emulated import Plain
 from tests.system.engines import Running
-from tests.system.picture_readers import PROMPTS, SETTINGS, Reader, check_greedy, submit
+from tests.system.picture_readers import (
+    PROMPTS,
+    SETTINGS,
+    Reader,
+    check_answer,
+    check_greedy,
+    submit,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -27,6 +34,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 QUICK = ("SmolVLM", "Qwen2_5_VL", "Qwen3VL", "Gemma3")
 """Models with tiles; with windows and positions of rows and columns; with taps; and whose pictures'
 tokens see each other."""
+
+
+FEW_STEPS = SETTINGS | {"max_sequences": 16, "max_batch_tokens": 256, "max_prefill_chunk": 128}
+"""All requests of a test fit in a step, and few shapes of steps are recorded at each start."""
 
 
 @pytest.fixture
@@ -41,7 +52,10 @@ def device(start: Callable[..., Running]) -> Iterator[None]:
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in NAMES]
 )
 def test_greedy_tokens_equal_transformers_and_peft(
-    name: str, tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    readers: Callable[[str], Reader],
+    start: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One and three pictures, and text alone, of the base and adapters of each part, in one batch.
     Embeddings are at fixed addresses in recorded steps, and where they are in others."""
@@ -55,19 +69,17 @@ def test_greedy_tokens_equal_transformers_and_peft(
         return prepared
 
     monkeypatch.setattr(CudaBackend, "prepare", count)
-    with closing(Reader(name, tmp_path / "reader")) as reader:
-        running = start(reader.zoo, **SETTINGS)
-        assert running.engine.built.engine.runner.backend.kernels == "triton, captured"
-        cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
-        ids = {cell: submit(running, reader, *cell) for cell in cells}
-        for (adapter, prompt), request_id in ids.items():
-            tokens, last = running.result(request_id)
-            assert last.error is None
-            assert tokens == reader.expected(adapter, prompt), (adapter, prompt)
-        assert counts["recorded"] > 0
-        more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
-        assert running.result(more)[0] == reader.expected("of-all", "three")
-        assert counts["others"] > 0, "recorded steps do not keep hidden states"
+    reader = readers(name)
+    running = start(reader.zoo, **FEW_STEPS)
+    assert running.engine.built.engine.runner.backend.kernels == "triton, captured"
+    cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
+    ids = {cell: submit(running, reader, *cell) for cell in cells}
+    for (adapter, prompt), request_id in ids.items():
+        check_answer(running, request_id, reader, adapter, prompt)
+    assert counts["recorded"] > 0
+    more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
+    check_answer(running, more, reader, "of-all", "three")
+    assert counts["others"] > 0, "recorded steps do not keep hidden states"
     running.check_idle()
 
 
@@ -91,7 +103,7 @@ LONG = pytest.mark.long
 def test_ranks_read_pictures(
     name: str,
     shape: dict[str, int],
-    tmp_path: Path,
+    readers: Callable[[str], Reader],
     start: Callable[..., Running],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,33 +117,35 @@ def test_ranks_read_pictures(
         return forward(backend, inputs)
 
     monkeypatch.setattr(CudaRank, "forward", count)
-    with closing(Reader(name, tmp_path / "reader")) as reader:
-        running = start(reader.zoo, **SETTINGS, **shape)
-        assert "ranks through gloo" in running.engine.built.engine.runner.backend.kernels
-        check_greedy(reader, running)
-        more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
-        assert running.result(more)[0] == reader.expected("of-all", "three")
-        assert min(counts.values()) > 0, counts
-        running.call(Command.SLEEP, frees_weights=True)
-        running.call(Command.WAKE)
-        again = submit(running, reader, "of-all", "three", cache_seed="again")
-        assert running.result(again)[0] == reader.expected("of-all", "three")
+    reader = readers(name)
+    running = start(reader.zoo, **FEW_STEPS, **shape)
+    assert "ranks through gloo" in running.engine.built.engine.runner.backend.kernels
+    check_greedy(reader, running)
+    more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
+    check_answer(running, more, reader, "of-all", "three")
+    assert min(counts.values()) > 0, counts
+    running.call(Command.SLEEP, frees_weights=True)
+    running.call(Command.WAKE)
+    again = submit(running, reader, "of-all", "three", cache_seed="again")
+    check_answer(running, again, reader, "of-all", "three")
     running.check_idle()
 
 
 @pytest.mark.usefixtures("device")
-def test_a_sleeping_device_has_no_tower(tmp_path: Path, start: Callable[..., Running]) -> None:
-    with closing(Reader("SmolVLM", tmp_path / "reader")) as reader:
-        running = start(reader.zoo, **SETTINGS)
-        for _ in range(2):
-            request_id = submit(running, reader, "of-all", "three", cache_seed="again")
-            assert running.result(request_id)[0] == reader.expected("of-all", "three")
-            backend = running.engine.built.engine.runner.backend
-            assert backend.pictures.num_bytes > 0
-            held = backend.pictures.num_bytes + backend.kv_bytes + backend.weights_bytes
-            assert running.call(Command.SLEEP, frees_weights=True).result == held
-            assert backend.pictures.num_bytes == backend.weights_bytes == 0
-            running.call(Command.WAKE)
+def test_a_sleeping_device_has_no_tower(
+    readers: Callable[[str], Reader], start: Callable[..., Running]
+) -> None:
+    reader = readers("SmolVLM")
+    running = start(reader.zoo, **FEW_STEPS)
+    for _ in range(2):
+        request_id = submit(running, reader, "of-all", "three", cache_seed="again")
+        check_answer(running, request_id, reader, "of-all", "three")
+        backend = running.engine.built.engine.runner.backend
+        assert backend.pictures.num_bytes > 0
+        held = backend.pictures.num_bytes + backend.kv_bytes + backend.weights_bytes
+        assert running.call(Command.SLEEP, frees_weights=True).result == held
+        assert backend.pictures.num_bytes == backend.weights_bytes == 0
+        running.call(Command.WAKE)
     running.check_idle()
 
 

@@ -4,7 +4,7 @@ where they are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,15 @@ from tests.support.pictures.files import picture
 from tests.support.pictures.models import PATCH, PROCESSORS
 from tests.support.wait import until
 from tests.system.engines import Running
-from tests.system.picture_readers import NUM_TOKENS, PROMPTS, SETTINGS, Reader, asked, submit
+from tests.system.picture_readers import (
+    NUM_TOKENS,
+    PROMPTS,
+    SETTINGS,
+    Reader,
+    asked,
+    check_answer,
+    submit,
+)
 
 CUT = {"max_batch_tokens": 8, "max_prefill_chunk": 8, "max_sequences": 4}
 OWN = ("of-tower", "of-connector", "of-all")
@@ -31,9 +39,8 @@ OWN = ("of-tower", "of-connector", "of-all")
 
 
 @pytest.fixture(scope="module")
-def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    with closing(Reader("SmolVLM", tmp_path_factory.mktemp("reader"))) as made:
-        yield made
+def smolvlm(readers: Callable[[str], Reader]) -> Reader:
+    return readers("SmolVLM")
 
 
 CONTENTS = {
@@ -135,7 +142,7 @@ def test_embeddings_are_shared_by_adapters_that_leave_them_alone(
         for seed in ("", "other tenant"):
             before = memory.num_encoded
             request_id = submit(running, smolvlm, adapter, "three", cache_seed=seed)
-            assert running.result(request_id)[0] == smolvlm.expected(adapter, "three")
+            check_answer(running, request_id, smolvlm, adapter, "three")
             counts.setdefault((adapter, seed), []).append(memory.num_encoded - before)
     expected: dict[tuple[str, str], list[int]] = {
         (adapter, seed): [3, 0] for adapter in OWN for seed in ("", "other tenant")
@@ -197,7 +204,7 @@ def test_a_request_that_moves_has_the_pictures_of_its_new_version(
     assert last.error is None
     assert tokens == smolvlm.expected("of-all", "three", tokens)
     again = submit(running, smolvlm, "of-tower", "three")
-    assert running.result(again)[0] == smolvlm.expected("of-tower", "three")
+    check_answer(running, again, smolvlm, "of-tower", "three")
     running.check_idle()
 
 
@@ -215,7 +222,7 @@ def test_a_picture_whose_work_fails_is_computed_with_its_adapter(
     running = start(smolvlm.zoo, **SETTINGS)
     ids = {name: submit(running, smolvlm, name, "one") for name in (*OWN, "", "of-text")}
     for name, request_id in ids.items():
-        assert running.result(request_id)[0] == smolvlm.expected(name, "one"), name
+        check_answer(running, request_id, smolvlm, name, "one")
     running.check_idle()
 
 
@@ -244,4 +251,4 @@ def test_servers_of_some_targets_refuse_other_modules_of_towers(
     _, last = running.result(submit(running, smolvlm, "of-tower", "one"))
     assert "fc1" in str(last.error)
     accepted = submit(running, smolvlm, "of-connector", "one")
-    assert running.result(accepted)[0] == smolvlm.expected("of-connector", "one")
+    check_answer(running, accepted, smolvlm, "of-connector", "one")

@@ -6,7 +6,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support import forks
 from tests.support.machine.open_files import open_files
 from tests.support.wait import until
 from tests.system.engines import Running
-from tests.system.picture_readers import NUM_TOKENS, SETTINGS, Reader, submit
+from tests.system.picture_readers import NUM_TOKENS, SETTINGS, Reader, check_answer, submit
 from tests.system.transports import start_engine
 
 pytestmark = pytest.mark.processes
@@ -32,10 +32,8 @@ NAME = "memfd:loadout-pixels"
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    made = Reader("SmolVLM", tmp_path_factory.mktemp("reader"))
-    yield made
-    made.decoder.close()
+def reader(readers: Callable[[str], Reader]) -> Reader:
+    return readers("SmolVLM")
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def test_requests_of_a_prompt_share_pixels_until_they_end(running: Running, read
         assert num_open() == before + 3
         running.cancel("c")
     for name, adapter in (("a", ""), ("b", "of-text")):
-        assert running.result(name)[0] == reader.expected(adapter, "three")
+        check_answer(running, name, reader, adapter, "three")
     running.result("c")
     until(lambda: num_mapped(pid) == 0)
     del pictures
@@ -133,10 +131,10 @@ def test_without_files_a_request_is_refused_and_others_go_on(
     assert "no files or memory for the images" in str(last.error)
     assert num_mapped(pid) == 0
     text = submit(running, reader, "", "text")
-    assert running.result(text)[0] == reader.expected("", "text")
+    check_answer(running, text, reader, "", "text")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
     again = submit(running, reader, "", "one")
-    assert running.result(again)[0] == reader.expected("", "one")
+    check_answer(running, again, reader, "", "one")
 
 
 def test_pixels_that_cannot_be_sent_are_refused_and_others_go_on(
@@ -151,7 +149,7 @@ def test_pixels_that_cannot_be_sent_are_refused_and_others_go_on(
     assert isinstance(last.error, Unavailable)
     assert "pixels of an image cannot be sent" in caplog.text
     again = submit(running, reader, "", "one")
-    assert running.result(again)[0] == reader.expected("", "one")
+    check_answer(running, again, reader, "", "one")
 
 
 def test_a_killed_engine_leaves_no_pixels(

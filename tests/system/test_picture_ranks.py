@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.system.picture_readers import (
     PROMPTS,
     SETTINGS,
     Reader,
+    check_answer,
     check_greedy,
     check_steps,
     submit,
@@ -60,20 +61,20 @@ MODELS = ("Llava", "Gemma3", "Mistral3", "SmolVLM", "Qwen2_5_VL", "Qwen3VL", "Qw
     "path", [True, pytest.param(False, marks=pytest.mark.long)], ids=["native", "torch"]
 )
 def test_greedy_tokens_equal_transformers_and_peft(
-    name: str, shape: str, path: bool, tmp_path: Path, start: Callable[..., Running]
+    name: str,
+    shape: str,
+    path: bool,
+    readers: Callable[[str], Reader],
+    start: Callable[..., Running],
 ) -> None:
     """One and three pictures, and text alone, of the base and adapters of each part."""
-    with closing(Reader(name, tmp_path / "reader")) as reader:
-        running = start(reader.zoo, native_kernels=path, **SETTINGS, **SHAPES[shape])
-        check_greedy(reader, running)
+    reader = readers(name)
+    check_greedy(reader, start(reader.zoo, native_kernels=path, **SETTINGS, **SHAPES[shape]))
 
 
 @pytest.fixture(scope="module", params=["Qwen3VL", "Gemma3"])
-def stepped(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reader]:
-    with closing(Reader(request.param, tmp_path_factory.mktemp("reader"))) as made:
-        yield made
+def stepped(request: pytest.FixtureRequest, readers: Callable[[str], Reader]) -> Reader:
+    return readers(request.param)
 
 
 @pytest.mark.long
@@ -86,9 +87,8 @@ def test_answers_do_not_depend_on_steps(
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    with closing(Reader("Qwen3VL", tmp_path_factory.mktemp("reader"))) as made:
-        yield made
+def qwen3(readers: Callable[[str], Reader]) -> Reader:
+    return readers("Qwen3VL")
 
 
 def test_taps_in_another_stage(qwen3: Reader, start: Callable[..., Running]) -> None:
@@ -106,7 +106,7 @@ def test_taps_in_another_stage(qwen3: Reader, start: Callable[..., Running]) -> 
     for _ in range(2):
         for adapter, prompt in (("of-all", "three"), ("of-tower", "one"), ("", "text")):
             request_id = submit(running, qwen3, adapter, prompt)
-            assert running.result(request_id)[0] == qwen3.expected(adapter, prompt)
+            check_answer(running, request_id, qwen3, adapter, prompt)
         assert backend.pictures.num_bytes > 0
         running.call(Command.SLEEP, frees_weights=True)
         assert backend.pictures.num_bytes == backend.weights_bytes == 0
@@ -154,7 +154,10 @@ def test_work_that_fails_harms_only_its_request(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["Qwen3_5", "Gemma3"])
 def test_a_step_that_lacks_memory_once(
-    name: str, tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    readers: Callable[[str], Reader],
+    start: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is computed in parts, with the right states, and with whole pictures."""
     placed, failed = PictureRows.placed, list[int]()
@@ -166,15 +169,14 @@ def test_a_step_that_lacks_memory_once(
             raise MemoryError
         return found
 
-    with closing(Reader(name, tmp_path / "reader")) as reader:
-        running = start(reader.zoo, **SETTINGS, **SHAPES["ranks"])
-        monkeypatch.setattr(PictureRows, "placed", fail_once)
-        cells = [(adapter, each) for adapter in ("", "of-all") for each in PROMPTS]
-        with running.together():
-            ids = {cell: submit(running, reader, *cell) for cell in cells}
-        for cell, request_id in ids.items():
-            tokens, last = running.result(request_id)
-            assert (tokens, last.error) == (reader.expected(*cell, tokens), None), cell
+    reader = readers(name)
+    running = start(reader.zoo, **SETTINGS, **SHAPES["ranks"])
+    monkeypatch.setattr(PictureRows, "placed", fail_once)
+    cells = [(adapter, each) for adapter in ("", "of-all") for each in PROMPTS]
+    with running.together():
+        ids = {cell: submit(running, reader, *cell) for cell in cells}
+    for cell, request_id in ids.items():
+        check_answer(running, request_id, reader, *cell)
     assert failed
     running.check_idle()
 

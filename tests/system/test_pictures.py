@@ -5,7 +5,7 @@ cached."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.system.picture_readers import (
     SETTINGS,
     WHOLE,
     Reader,
+    check_answer,
     check_greedy,
     check_steps,
     submit,
@@ -41,12 +42,8 @@ ON_TORCH = ("Llava", "SmolVLM", "Qwen3VL", "Gemma4")
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def reader(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reader]:
-    made = Reader(request.param, tmp_path_factory.mktemp("reader"))
-    yield made
-    made.close()
+def reader(request: pytest.FixtureRequest, readers: Callable[[str], Reader]) -> Reader:
+    return readers(request.param)
 
 
 def test_prompts_are_those_of_transformers(reader: Reader) -> None:
@@ -71,34 +68,26 @@ def test_greedy_tokens_through_torch(reader: Reader, start: Callable) -> None:
 
 
 @pytest.fixture(scope="module")
-def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def smolvlm(readers: Callable[[str], Reader]) -> Reader:
     """Its pictures are cut into tiles, with texts between the tokens of these."""
-    made = Reader("SmolVLM", tmp_path_factory.mktemp("reader"))
-    yield made
-    made.close()
+    return readers("SmolVLM")
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+def gemma3(readers: Callable[[str], Reader]) -> Reader:
     """The tokens of its pictures see each other, in layers of windows, too."""
-    made = Reader("Gemma3", tmp_path_factory.mktemp("reader"))
-    yield made
-    made.close()
+    return readers("Gemma3")
 
 
 STEPPED = ("SmolVLM", "Qwen3VL", "Gemma3", "Gemma4", "Gemma4Small", "Mistral3")
 
 
 @pytest.fixture(scope="module", params=STEPPED)
-def stepped(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Reader]:
+def stepped(request: pytest.FixtureRequest, readers: Callable[[str], Reader]) -> Reader:
     """Tiles of one size with texts between them; a tile of its own size, whose rows and columns are
     positions, and whose embeddings several layers add; tiles whose tokens see each other, in some
     layers or all; and a model with inputs of each layer."""
-    made = Reader(request.param, tmp_path_factory.mktemp("reader"))
-    yield made
-    made.close()
+    return readers(request.param)
 
 
 WITH_ODD, WITH_EVEN = STEPPED[::2], STEPPED[1::2]
@@ -172,7 +161,7 @@ def test_prefixes_are_shared_by_the_picture(stepped: Reader, start: Callable) ->
         }
         assert num_cached == expected[name], name
     assert memory.num_encoded == 2
-    assert answers["first"] == answers["again"] == stepped.expected("", "one")
+    assert answers["first"] == answers["again"] == stepped.expected("", "one", answers["first"])
     assert answers["other"] != answers["first"]
     running.check_idle()
 
@@ -207,7 +196,7 @@ def test_a_prompt_may_end_with_a_picture(tmp_path: Path, start: Callable) -> Non
 def test_a_sleeping_server_has_no_tower(path: str, smolvlm: Reader, start: Callable) -> None:
     running = start(smolvlm.zoo, native_kernels=PATHS[path], **SETTINGS)
     first = submit(running, smolvlm, "", "three")
-    assert running.result(first)[0] == smolvlm.expected("", "three")
+    check_answer(running, first, smolvlm, "", "three")
     engine = running.engine.built.engine
     backend, costs = engine.runner.backend, engine.scheduler.pictures.costs
     assert costs.units is backend.pictures.units is backend.pictures.tower.order
@@ -219,7 +208,7 @@ def test_a_sleeping_server_has_no_tower(path: str, smolvlm: Reader, start: Calla
     running.call(Command.WAKE)
     assert costs.units == backend.pictures.tower.order
     again = submit(running, smolvlm, "", "three")
-    assert running.result(again)[0] == smolvlm.expected("", "three")
+    check_answer(running, again, smolvlm, "", "three")
     running.check_idle()
 
 
@@ -270,13 +259,17 @@ def test_generated_tokens_do_not_wait_for_a_whole_picture(
     running.submit("text", text, max_tokens=300)
     running.until(lambda: running.outputs.get("text"))
     running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
-    assert running.result("three")[0] == smolvlm.expected("", "three")
+    check_answer(running, "three", smolvlm, "", "three")
     memory = running.engine.built.engine.scheduler.pictures
     assert sum(counts) == sum(map(memory.costs.num_units, pictures))
     assert len(counts) > 3
     running.cancel("text")
     running.result("text")
     running.check_idle()
+
+
+TEXT_TOKENS = 96
+"""Of a text that is to run until other prompts have been computed."""
 
 
 class Stop:
@@ -303,7 +296,7 @@ def interrupt(running: Running, stop: Stop, reader: Reader) -> list[int]:
     text's tokens so far."""
     text, _ = reader.prompt("text")
     prompt, pictures = reader.prompt("three")  # before, since the text ends while it is decoded
-    running.submit("text", text, max_tokens=2 * NUM_TOKENS)
+    running.submit("text", text, max_tokens=TEXT_TOKENS)
     running.until(lambda: running.outputs.get("text"))
     running.submit("three", prompt, pictures=pictures, max_tokens=NUM_TOKENS)
     assert stop.reached.wait(TIMEOUT_S)
@@ -322,10 +315,10 @@ def check_rest(running: Running, reader: Reader, *names: str) -> None:
     """Asserts that the text, these requests and another one with the same pictures are answered as
     if nothing had happened."""
     again = submit(running, reader, "of-text", "three")
-    assert running.result("text")[0] == reader.expected("", "text", count=2 * NUM_TOKENS)
+    check_answer(running, "text", reader, "", "text", TEXT_TOKENS)
     for name in names:
-        assert running.result(name)[0] == reader.expected("", "three")
-    assert running.result(again)[0] == reader.expected("of-text", "three")
+        check_answer(running, name, reader, "", "three")
+    check_answer(running, again, reader, "of-text", "three")
     running.check_idle()
 
 
@@ -347,7 +340,7 @@ def test_a_picture_of_a_cancelled_request_is_completed_or_dropped(
     after = submit(running, smolvlm, "", next_name)
     stop.go.set()
     assert running.result("three")[1].finish_reason is FinishReason.ABORTED
-    assert running.result(after)[0] == smolvlm.expected("", next_name)
+    check_answer(running, after, smolvlm, "", next_name)
     check_rest(running, smolvlm)
     pictures = smolvlm.prompt("three")[1]
     needed = sum(map(running.engine.built.engine.scheduler.pictures.costs.num_units, pictures))
@@ -415,7 +408,7 @@ def test_a_step_without_room_for_a_picture_is_refused(gemma3: Reader, start: Cal
         start(gemma3.zoo, **SETTINGS | small)
     running = start(gemma3.zoo, **SETTINGS | small | {"max_prompt_images": 0})
     request_id = submit(running, gemma3, "of-text", "text")
-    assert running.result(request_id)[0] == gemma3.expected("of-text", "text")
+    check_answer(running, request_id, gemma3, "of-text", "text")
 
 
 @pytest.mark.parametrize(
@@ -442,4 +435,4 @@ def test_text_alone_has_no_tower(smolvlm: Reader, start: Callable) -> None:
     running = start(smolvlm.zoo, **SETTINGS | {"max_prompt_images": 0})
     assert running.engine.built.engine.runner.backend.pictures is None
     request_id = submit(running, smolvlm, "of-text", "text")
-    assert running.result(request_id)[0] == smolvlm.expected("of-text", "text")
+    check_answer(running, request_id, smolvlm, "of-text", "text")
