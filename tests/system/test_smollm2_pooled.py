@@ -65,16 +65,17 @@ def test_vectors_and_judgements(
     is_full: bool,
 ) -> None:
     """In bf16 directions are as near to those in fp32 as the model's own rounding lets them be.
-    Adapters and texts have the two poolings in turns, unless the matrix is full."""
+    Unless the matrix is full, each adapter has every second text, and the poolings take turns."""
     running = start(smollm2.zoo(), dtype=dtype, **MEMORY)
     tokenizer = smollm2.tokenizer()
     token_ids = tuple(tokenizer.encode(each)[0] for each in ANSWERS)
     judged = ChosenLogitsOption(ANSWERS, token_ids)
     cases = [
-        (f"{adapter} {index}", adapter, text, POOLINGS if is_full else [POOLINGS[place % 2]])
+        (f"{adapter} {index}", adapter, text, POOLINGS if is_full else [POOLINGS[place // 2 % 2]])
         for number, adapter in enumerate(("", *smollm2.ADAPTERS))
         for index, text in enumerate(TEXTS)
         for place in [number + index]
+        if is_full or place % 2 == 0
     ]
     for name, adapter, text, poolings in cases:
         ids = tokenizer.encode(text)
