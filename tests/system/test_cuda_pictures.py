@@ -14,6 +14,7 @@ from inference_svc.backends.cuda.backend import CudaBackend, PreparedStep
 from inference_svc.backends.cuda.rank import CudaRank
 from inference_svc.core import Batch
 from inference_svc.engine.transport.messages import Command
+from tests.support import forks
 from tests.support.gpu.emulated_ranks import emulated_ranks
 from tests.support.kernels.worker_process import Operations, Worker
 from tests.support.pictures.models import NAMES
@@ -24,7 +25,6 @@ from tests.system.picture_readers import (
     SETTINGS,
     Reader,
     check_answer,
-    check_greedy,
     submit,
 )
 
@@ -43,8 +43,16 @@ FEW_STEPS = SETTINGS | {"max_sequences": 16, "max_batch_tokens": 256, "max_prefi
 @pytest.fixture
 def device(start: Callable[..., Running]) -> Iterator[None]:
     """Torch computes in the place of Triton."""
-    with emulated_ranks():
+    with emulated_ranks(forks.rank_command):
         yield
+
+
+def check_all(reader: Reader, running: Running) -> None:
+    """One and three pictures, and text alone, of the base and all adapters, in one batch."""
+    cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
+    ids = {cell: submit(running, reader, *cell) for cell in cells}
+    for (adapter, prompt), request_id in ids.items():
+        check_answer(running, request_id, reader, adapter, prompt)
 
 
 @pytest.mark.usefixtures("device")
@@ -72,10 +80,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
     reader = readers(name)
     running = start(reader.zoo, **FEW_STEPS)
     assert running.engine.built.engine.runner.backend.kernels == "triton, captured"
-    cells = [(a, n) for a in ("", *reader.zoo.adapter_dirs) for n in PROMPTS]
-    ids = {cell: submit(running, reader, *cell) for cell in cells}
-    for (adapter, prompt), request_id in ids.items():
-        check_answer(running, request_id, reader, adapter, prompt)
+    check_all(reader, running)
     assert counts["recorded"] > 0
     more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
     check_answer(running, more, reader, "of-all", "three")
@@ -120,7 +125,7 @@ def test_ranks_read_pictures(
     reader = readers(name)
     running = start(reader.zoo, **FEW_STEPS, **shape)
     assert "ranks through gloo" in running.engine.built.engine.runner.backend.kernels
-    check_greedy(reader, running)
+    check_all(reader, running)
     more = submit(running, reader, "of-all", "three", prompt_logprobs=0, cache_seed="scored")
     check_answer(running, more, reader, "of-all", "three")
     assert min(counts.values()) > 0, counts
