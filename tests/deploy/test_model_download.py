@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from loadout import Client
 from tests.deploy.pods import SMALL, Places, Pod
+from tests.support import forks
 from tests.support.deploy.manifests import (
     EVERYTHING,
     HUB_MODEL,
@@ -107,7 +107,7 @@ def run_downloader(inference: Workload, places: Places, hub: HubServer) -> str:
         each.replace("$(LOADOUT_INFERENCE_MODEL)", model) for each in container["args"]
     ]
     done = subprocess.run(
-        [Path(sys.executable).parent / command, *arguments],
+        [forks.programs() / command, *arguments],
         env=environment,
         capture_output=True,
         text=True,
