@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import threading
 from functools import partial
 
@@ -15,7 +14,6 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailabl
 from adapter_store.sources import s3 as s3_module
 from adapter_store.sources.s3 import S3Source, translate_errors
 from adapter_store.sources.transfer import RetryPolicy
-from loadout.demo.process import Process
 from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 
@@ -26,17 +24,10 @@ BODY = bytes(range(256)) * 40
 QUICK = RetryPolicy(attempts=3, first_seconds=0.01, max_seconds=0.02)
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory):
-    """An S3 server in a process of its own."""
-    folder = tmp_path_factory.mktemp("s3")
-    ready_file = folder / "ready.json"
-    command = [sys.executable, "-m", "loadout.demo.s3", str(ready_file)]
-    process = Process("s3", command, folder, ready_file)
-    try:
-        yield process.wait_ready(120)["url"]
-    finally:
-        process.stop(30)
+@pytest.fixture
+def endpoint(s3_endpoint):
+    """Where the session's S3 server listens."""
+    return s3_endpoint
 
 
 @pytest.fixture
@@ -56,10 +47,16 @@ def credentials(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
+@pytest.fixture(scope="module")
+def client(s3_endpoint):
+    """Writes what the sources read."""
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "s3cr3t-s3cr3t"}
+    return boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **keys)
+
+
 @pytest.fixture
-def bucket(endpoint, request):
+def bucket(client, request):
     """A bucket of its own, with one adapter under team/a."""
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     name = f"b{abs(hash(request.node.name)) % 10**12}"
     client.create_bucket(Bucket=name)
     for key, body in (
