@@ -6,13 +6,15 @@ fault of a family, a backend or a dtype shows in `make test`. A fault of one cro
 
 A test with the mark `matrix` makes one claim of many cells, such as of each family of models or of
 each size for each kernel. Of a large matrix `make test` runs half of the cells, chosen by their
-names, and `make test-long` the others. `make test-unit` runs every fifth of the cells that
-`make test` runs. Tests choose differently, so that each family and each kernel is in some matrix.
+names, and of a very large one a quarter, with each value of each parameter that many cells share;
+`make test-long` runs the others. `make test-unit` runs every fifth of the cells that `make test`
+runs. Tests choose differently, so that each family and each kernel is in some matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations, product
 from typing import Any
@@ -26,8 +28,8 @@ PAIRS = {("float32", "native"), ("bfloat16", "torch")}
 BOTH = ("llama", "gpt-oss", "Llama", "GptOss", "Gemma3")
 """A dense family and a mixture, as the zoo and as transformers call them, and a whole model."""
 
-LARGE = 12
-"""Matrices of at least so many cells are halved."""
+LARGE, VERY_LARGE = 12, 36
+"""Matrices of at least so many cells are halved, and quartered."""
 STEP = 5
 """No number of kernel variants, or of dtypes, is a multiple of it: each is among the chosen."""
 
@@ -41,18 +43,40 @@ def thin(items: Iterable[pytest.Item]) -> None:
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cells in matrices.items():
         if len(cells) >= LARGE:
+            kept = chosen({cell.nodeid: values_of(cell) for cell in cells})
             for cell in cells:
-                if not is_in_half(cell.nodeid):
+                if cell.nodeid not in kept:
                     cell.add_marker(pytest.mark.long)
         quick = [cell for cell in cells if not cell.get_closest_marker("long")]
         for index in left_out(name.partition("::")[0], len(quick)):
             quick[index].add_marker(pytest.mark.slow)
 
 
-def is_in_half(cell: str) -> bool:
-    """Says whether `make test` runs this cell of a large matrix, by its node id. Neighbours in the
-    matrix are chosen independently, so half of each family's and of each kernel's are."""
-    return sha256(cell.encode()).digest()[0] % 2 == 0
+def values_of(cell: pytest.Item) -> set[tuple[str, str]]:
+    """Returns the parameters of a cell with their values, as text."""
+    callspec = getattr(cell, "callspec", None)
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
+
+
+def chosen(cells: Mapping[str, Collection[Hashable]]) -> set[str]:
+    """Returns the cells of a large matrix that `make test` runs, by node id. Neighbours in the
+    matrix are chosen independently, so a half or a quarter of each family's and of each kernel's
+    are. Of a value that many cells have, there is one at least."""
+    parts = 4 if len(cells) >= VERY_LARGE else 2
+    order = sorted(cells, key=_digest)
+    kept = {name for name in order if _digest(name)[0] % parts == 0}
+    met = {value for name in kept for value in cells[name]}
+    counts = Counter(value for values in cells.values() for value in values)
+    for name in order:
+        missing = {each for each in cells[name] if counts[each] >= 2 * parts} - met
+        if missing:
+            kept.add(name)
+            met |= missing
+    return kept
+
+
+def _digest(cell: str) -> bytes:
+    return sha256(cell.encode()).digest()
 
 
 def left_out(file: str, num_cells: int) -> list[int]:
