@@ -17,7 +17,7 @@ PROMETHEUS := .tools/.prometheus
 # OpenAI's client for Node, with the hashes of its lock file.
 NODE_CLIENT := .tools/openai-node/node_modules/.package-lock.json
 
-.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl test-agents test-vllm
+.PHONY: demo chat up test check-artifacts durations test-unit test-long test-containers test-gpu-versions gpu-emulate gpu-pack check lint-source format client docs docs-site constraints audit dashboards dashboards-preview lint-protos images wheel bench bench-peers soak fuzz clean test-trl test-agents test-vllm
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -35,11 +35,11 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: native $(PROMETHEUS)
-	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not artifacts and not long and not containers and not trl and not agents and not vllm"
+	$(BIN)/python -m pytest -q --forked-workers $(TEST_WORKERS) --junitxml build/junit.xml -m "not source and not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests that start no process, for the inner loop: of a large matrix every fifth cell (tests/support/pairs.py).
 test-unit: native
-	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not artifacts and not long and not containers and not trl and not agents and not vllm"
+	$(BIN)/python -m pytest -q --forked-workers $(UNIT_WORKERS) -m "not processes and not slow and not source and not artifacts and not long and not containers and not trl and not agents and not vllm"
 
 # Tests of the wheel, the site and the tables of sizes and of a GPU step's costs, the GPU run and kernels
 # through Triton's interpreter, and kernels compiled for devices.
@@ -95,7 +95,7 @@ test-gpu-versions: $(VENV)/.installed-dev
 durations: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.durations --update
 
-check: $(VENV)/.installed-dev lint-protos
+check: $(VENV)/.installed-dev lint-protos lint-source
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
@@ -105,6 +105,10 @@ check: $(VENV)/.installed-dev lint-protos
 # The rules of ours always; buf's own where node is present and its package can be had.
 lint-protos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/test_protos.py
+
+# Rules about the source alone: layers, sizes, maps and words. `make test` leaves them out.
+lint-source: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/test_house.py tests/test_layering.py tests/docs/test_words.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(SOURCES)

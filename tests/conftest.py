@@ -34,9 +34,12 @@ ARTIFACT_FILES = (
 )
 """Tests that build something, compile or interpret kernels of devices, or compute large tables
 anew, bear the mark `artifacts`."""
+SOURCE_FILES = ("tests/test_house.py", "tests/test_layering.py", "tests/docs/test_words.py")
+"""Tests that read the source and run little of it; they bear the mark `source`."""
 LEFT_OUT = {
     "not processes": PROCESS_FOLDERS,
     "not artifacts": ARTIFACT_FILES,
+    "not source": SOURCE_FILES,
     "not containers": ("tests/containers/",),
     "not trl": ("tests/trl/",),
 }
@@ -103,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if item.nodeid.startswith(ARTIFACT_FILES) or not ARTIFACT_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.artifacts)
+        if item.nodeid.startswith(SOURCE_FILES):
+            item.add_marker(pytest.mark.source)
     pairs.thin(items)
 
 
