@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from adapter_store.images.tiers import buffers
 from adapter_store.images.tiers.buffers import MIN_FILE_BYTES, BufferPool, NotSealed
 from adapter_store.images.tiers.memory_lock import MemoryLock
+from tests.support import forks
 
 NUM_BYTES = 2 * MIN_FILE_BYTES
 
@@ -140,10 +139,12 @@ except FailedPrecondition as error:
 
 
 @pytest.mark.processes
-def test_a_limit_that_is_too_low_is_named():
-    found = subprocess.run(
-        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+def test_a_limit_that_is_too_low_is_named(tmp_path):
+    program = tmp_path / "limited.py"
+    program.write_text(LIMITED)
+    done = forks.run(str(program))
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
     why = "the limit of locked memory is 65536 bytes, and images take up to 1073741824: raise it"
     assert "is_locked=True, reason=''" in found[0]
     assert f"is_locked=False, reason='{why}" in found[1]
