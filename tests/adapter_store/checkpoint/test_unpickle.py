@@ -56,7 +56,10 @@ def as_bin(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long), torch.float8_e5m2],
+    [
+        *(pytest.param(each, marks=pytest.mark.long) for each in (torch.float32, torch.bfloat16)),
+        torch.float8_e5m2,
+    ],
 )
 def test_its_digest_is_that_of_the_same_weights_in_safetensors(make_adapter, dtype):
     folder = make_adapter(dtype=dtype)
