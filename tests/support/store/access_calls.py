@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -85,13 +86,20 @@ class House:
     folders: dict[str, Path]
     digests: dict[str, str]
     numbers: itertools.count
+    unused: dict[str, str] = field(default_factory=dict)
+    """By tenant an adapter with two versions that no call has changed."""
 
-    def fresh(self, tenant: str) -> str:
-        """A new adapter of the tenant, with two versions."""
-        name = f"{tenant}/n{next(self.numbers)}"
-        for content in ("old", tenant):
-            self.clients["root"].register(name, self.folders[content])
-        return name
+    @contextmanager
+    def fresh(self, tenant: str) -> Iterator[str]:
+        """Yields an adapter of the tenant with two versions. The next call gets another one, unless
+        this call is refused: then it has changed nothing."""
+        if tenant not in self.unused:
+            name = f"{tenant}/n{next(self.numbers)}"
+            for content in ("old", tenant):
+                self.clients["root"].register(name, self.folders[content])
+            self.unused[tenant] = name
+        yield self.unused[tenant]
+        del self.unused[tenant]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -121,7 +129,8 @@ def list_adapters(house: House, client: Client, tenant: str) -> str:
 
 
 def delete_adapter(house: House, client: Client, tenant: str) -> str:
-    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name=house.fresh(tenant)))
+    with house.fresh(tenant) as name:
+        client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name=name))
     return "OK"
 
 
@@ -132,26 +141,28 @@ def list_versions(house: House, client: Client, tenant: str) -> str:
 
 
 def rollback_adapter(house: House, client: Client, tenant: str) -> str:
-    request = pb.RollbackAdapterRequest(name=house.fresh(tenant), version=1)
-    assert client.stub.RollbackAdapter(request).adapter.version == 1
+    with house.fresh(tenant) as name:
+        request = pb.RollbackAdapterRequest(name=name, version=1)
+        assert client.stub.RollbackAdapter(request).adapter.version == 1
     return "OK"
 
 
 def prune_versions(house: House, client: Client, tenant: str) -> str:
-    request = pb.PruneVersionsRequest(name=house.fresh(tenant), keep=1)
-    assert client.stub.PruneVersions(request).deleted_versions == [1]
+    with house.fresh(tenant) as name:
+        request = pb.PruneVersionsRequest(name=name, keep=1)
+        assert client.stub.PruneVersions(request).deleted_versions == [1]
     return "OK"
 
 
 def pin_adapter(house: House, client: Client, tenant: str) -> str:
-    request = pb.PinAdapterRequest(ref=house.fresh(tenant))
-    assert client.stub.PinAdapter(request).adapter.pinned
+    with house.fresh(tenant) as name:
+        assert client.stub.PinAdapter(pb.PinAdapterRequest(ref=name)).adapter.pinned
     return "OK"
 
 
 def unpin_adapter(house: House, client: Client, tenant: str) -> str:
-    request = pb.UnpinAdapterRequest(ref=house.fresh(tenant))
-    assert not client.stub.UnpinAdapter(request).adapter.pinned
+    with house.fresh(tenant) as name:
+        assert not client.stub.UnpinAdapter(pb.UnpinAdapterRequest(ref=name)).adapter.pinned
     return "OK"
 
 
