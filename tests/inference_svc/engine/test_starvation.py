@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Sequence
+from tests.support.examples import examples
 from tests.support.inference.world import SIZES, World
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def bound_steps(num_tenants: int, num_before: int) -> float:
 
 
 @pytest.mark.parametrize("host_kib", [0, 16], ids=["arena", "host"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(
     st.lists(st.lists(kinds, min_size=1, max_size=6), min_size=1, max_size=3),
     st.integers(1, 4),
