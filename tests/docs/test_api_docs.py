@@ -30,6 +30,7 @@ def files():
     return compile_protos()
 
 
+@pytest.mark.slow
 def test_the_pages_are_up_to_date() -> None:
     assert {path: path.read_text() for path in PAGES} == render(), "run `make docs`"
 

@@ -501,6 +501,7 @@ def test_no_command_hides() -> None:
         assert not re.search("@[A-Z]+@", page.read_text()), page
 
 
+@pytest.mark.slow
 def test_other_blocks_parse() -> None:
     for page in PAGES:
         for language, text in blocks(page):

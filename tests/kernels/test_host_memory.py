@@ -39,6 +39,7 @@ class CudaRuntime:
         return self._status if self.registered.pop(address, None) else 1
 
 
+@pytest.mark.slow
 def test_large_memory_is_resident_from_the_start_and_freed_with_its_last_view() -> None:
     before = resident_bytes()
     memory = allocate_host(256 * MIB)

@@ -81,6 +81,7 @@ def test_bytes_are_received_whole_and_nobody_changes_them() -> None:
         found.view[0] = 1
 
 
+@pytest.mark.slow
 def test_it_is_let_go_of_with_the_last_reference() -> None:
     before = num_uses()
     memory, made = SharedMemory(NAME, 4096), SharedBytes.of(NAME, DATA)

@@ -134,6 +134,7 @@ def catalogs(request, tmp_path):
         yield made
 
 
+@pytest.mark.slow
 def test_other_tenants_are_invisible(catalogs):
     both, alone = catalogs
     for catalog in catalogs:

@@ -30,6 +30,7 @@ def test_it_reads_as_what_was_appended_at_any_time(sizes, data) -> None:
         file.read_at(len(expected), 1)
 
 
+@pytest.mark.slow
 def test_cut_into_single_bytes_it_takes_what_it_holds() -> None:
     size = 3 * MIN_PIECE_BYTES
     tracemalloc.start()

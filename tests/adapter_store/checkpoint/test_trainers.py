@@ -387,6 +387,7 @@ def test_many_keys_are_read_and_too_many_refused(mlx: Path) -> None:
     assert refusal(mlx).reason == "FILE_TOO_LARGE"
 
 
+@pytest.mark.slow
 def test_a_million_tensors_are_refused(mlx: Path) -> None:
     empty = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = "{" + ",".join(f'"t{number}.lora_a":{empty}' for number in range(1_000_000)) + "}"

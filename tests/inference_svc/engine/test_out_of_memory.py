@@ -124,6 +124,7 @@ def test_choosing_tokens_may_run_out_too(
     assert scarce.limit.num_out_of_memory > 0
 
 
+@pytest.mark.slow
 def test_the_limit_recovers(make: Callable[[], Engine]) -> None:
     engine = make()
     model = make_scarce(engine, lambda inputs: len(inputs.token_ids) <= 10)
