@@ -140,6 +140,7 @@ def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp
     assert sorted(path.name for path in blob.iterdir()) == [CONFIG, WEIGHTS]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_hostile_pickle_disturbs_no_other_call(serve, make_adapter, refused, tmp_path):
     client = serve(allow_pickle_files=True).client
