@@ -34,6 +34,7 @@ from inference_svc.model.quantised.chosen import with_chosen_format
 from inference_svc.model.quantised.modules import with_stored_formats
 from inference_svc.model.rope import Axes
 from inference_svc.pictures.processor import read_processor
+from inference_svc.results.classifier_rule import MAX_LABELS
 from inference_svc.results.embedding_rule import Pooling
 
 DEFAULTS: Mapping[str, Any] = {
@@ -261,6 +262,10 @@ def _labels(values: Mapping[str, Any]) -> tuple[str, ...]:
     named = values.get("id2label")
     if named is None:
         count = values.get("num_labels", 2)
+        if type(count) is int and count > MAX_LABELS:
+            raise UnsupportedModel(
+                f"{CONFIG}: num_labels = {count}: at most {MAX_LABELS} are served"
+            )
         named = {index: f"LABEL_{index}" for index in range(count if type(count) is int else 0)}
     found = {str(key): str(name) for key, name in named.items()} if isinstance(named, dict) else {}
     if not found or found.keys() != set(map(str, range(len(found)))):

@@ -15,7 +15,7 @@ from inference_svc.model.building import (
     with_experts,
 )
 from inference_svc.model.config.keys import names
-from inference_svc.model.config.reader import HEADS, KV_HEADS, ConfigReader
+from inference_svc.model.config.reader import HEADS, KV_HEADS, MAX_LAYERS, ConfigReader
 from inference_svc.model.description import Decoder, Experts
 from kernels.experts import Choice, Scoring
 
@@ -38,7 +38,7 @@ def describe(config: ConfigReader) -> Decoder:
     mixers = [mixer] * config.num_layers
     first = config.count("first_k_dense_replace")
     blocks = with_experts(config, mixers, _mixture(config), range(first))
-    further = config.count(config.name_of(_FURTHER, "num_mtp_layers"))
+    further = config.within(config.name_of(_FURTHER, "num_mtp_layers"), 0, MAX_LAYERS)
     return decoder(config, blocks, num_unused_layers=further)
 
 

@@ -4,6 +4,7 @@ layers of towers that are not served."""
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ PIECE_BYTES = 1 << 20
 """The bytes that are read at once."""
 _WEIGHT = ".weight"
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_MAX_STATE_BYTES = 4096
+"""More than the facts of a packed weight have; each may be in the same place of a file."""
 _MAX_SIZE = 1 << 24
 """More inputs or outputs than a layer has."""
 
@@ -111,13 +114,16 @@ def tower_modules(
 def _nf4_shape(state: StoredTensor) -> tuple[int, ...]:
     """Returns the shape of a weight that bitsandbytes packed, whose own tensor is a row of bytes;
     () if its facts are broken, which the reader of weights reports."""
+    if state.num_bytes > _MAX_STATE_BYTES:
+        return ()
     try:
         with state.path.open("rb") as file:
             file.seek(state.start)
-            shape = json.loads(file.read(min(state.num_bytes, PIECE_BYTES)))["shape"]
-        return tuple(size for size in shape if type(size) is int and 0 < size <= _MAX_SIZE)
+            shape = tuple(json.loads(file.read(state.num_bytes))["shape"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ()
+    is_known = all(type(size) is int and 0 < size <= _MAX_SIZE for size in shape)
+    return shape if is_known else ()
 
 
 def _read_gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -133,13 +139,15 @@ def _read_gguf(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 def _read(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > min(path.stat().st_size, MAX_HEADER_BYTES):
+            header_bytes, file_bytes = int.from_bytes(file.read(8), "little"), path.stat().st_size
+            if header_bytes > min(file_bytes, MAX_HEADER_BYTES):
                 raise ValueError("its header ends after the file, or is too large")
             header = json.loads(file.read(header_bytes))
         for name, entry in header.items():
             if name != "__metadata__":
-                start, end = entry["data_offsets"]
+                start, end = map(operator.index, entry["data_offsets"])
+                if not 0 <= start <= end <= file_bytes - 8 - header_bytes:
+                    raise ValueError(f"{name} lies outside of it")
                 place = 8 + header_bytes + start, end - start
                 yield name, StoredTensor(path, entry["dtype"], tuple(entry["shape"]), *place)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -147,9 +147,8 @@ def text_names(stored: Collection[str], wrapper: Wrapper) -> dict[str, str]:
 
 def with_stored_formats(decoder: Decoder, scheme: Scheme, names: Collection[str]) -> Decoder:
     """Returns the decoder with the formats of a checkpoint whose tensors have these names, as they
-    are stored; its vision tower is held plain. Raises
-    UnsupportedModel where the sizes of a module do not fit the scheme, or the formats of one
-    projection's experts differ."""
+    are stored; its vision tower is held plain. Raises UnsupportedModel where the sizes of a module
+    do not fit the scheme, or the formats of one projection's experts differ."""
     modules = StoredModules(scheme, decoder.wrapper, text_names(names, decoder.wrapper))
     blocks = tuple(
         _with_formats(block, partial(layer_path, layer), modules)

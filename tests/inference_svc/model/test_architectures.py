@@ -296,6 +296,7 @@ REFUSED = {
     "zero": ("Llama", {"vocab_size": 0}, "vocab_size"),
     "a string": ("Llama", {"num_hidden_layers": "2"}, "num_hidden_layers"),
     "layers without end": ("Llama", {"num_hidden_layers": 1 << 40}, "must be 1 to 1024"),
+    "more of them": ("Glm4Moe", {"num_nextn_predict_layers": 1 << 40}, "must be 0 to 1024"),
     "flag": ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     "epsilon": ("Llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
     "eos": ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
@@ -323,6 +324,13 @@ REFUSED = {
     "no attention in LFM2": ("Lfm2", {"full_attn_idxs": []}, "full_attention"),
     "attention by name": ("Lfm2", {"full_attn_idxs": ["0"]}, "full_attn_idxs"),
 }
+
+
+def test_labels_without_end_are_refused(model_dir):
+    config = {"architectures": ["LlamaForSequenceClassification"]} | BASE
+    assert load_description(model_dir(config | {"num_labels": 1024})).labels[-1] == "LABEL_1023"
+    with pytest.raises(UnsupportedModel, match="num_labels = 1025: at most 1024"):
+        load_description(model_dir(config | {"num_labels": 1025}))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -326,6 +326,11 @@ def test_a_tower_that_is_not_computed_is_refused(
     _check_refused("Llava", part, key, value, named, tmp_path)
 
 
+def test_layers_without_end_are_refused(tmp_path: Path) -> None:
+    named = f"depth = {1 << 40}: must be 1 to 1024"
+    _check_refused("Qwen3VL", "vision_config", "depth", 1 << 40, named, tmp_path)
+
+
 ROTATED = ("Mistral3", "Qwen2_5_VL", "Qwen3VL")
 """Their towers rotate by rows and columns; the name of that depends on transformers' release."""
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.base_hashes import hashing_base
-from inference_svc.model.checkpoint.headers import tower_modules
+from inference_svc.model.checkpoint.headers import stored_tensors, tower_modules
 from inference_svc.model.checkpoint.parameters import weights_bytes
 from inference_svc.model.checkpoint.weights import load_weights
 from inference_svc.model.layers import TorchProjections
@@ -114,13 +114,29 @@ def test_layers_that_bitsandbytes_packed_have_their_sizes(whole):
     tensors = load_file(folder / "model.safetensors")
     name = next(each for each in tensors if "vision_tower" in each and "q_proj.weight" in each)
     shape = [*tensors[name].shape]
-    state = torch.tensor([*json.dumps({"shape": shape}).encode()]).byte()
+
+    def state(facts: str) -> torch.Tensor:
+        return torch.tensor([*facts.encode()]).byte()
+
+    facts = json.dumps({"shape": shape})
     tensors[name] = torch.zeros(math.prod(shape) // 2, 1, dtype=torch.uint8)
     state_name = f"{name}.quant_state.bitsandbytes__nf4"
-    save_file(tensors | {state_name: state}, folder / "model.safetensors")
+    save_file(tensors | {state_name: state(facts)}, folder / "model.safetensors")
     assert tower_modules(folder, wrapper) == before
-    save_file(tensors | {state_name: state[1:].clone()}, folder / "model.safetensors")
-    assert len(tower_modules(folder, wrapper)) == len(before) - 1
+    num_all = len(tower_modules(folder, wrapper, with_norms=True))
+    minus_one = json.dumps({"shape": [shape[0], -1]})
+    for broken in (facts[1:], minus_one, facts + " " * 4096):
+        save_file(tensors | {state_name: state(broken)}, folder / "model.safetensors")
+        assert len(tower_modules(folder, wrapper, with_norms=True)) == num_all - 1
+
+
+@pytest.mark.parametrize("offsets", [[1, 0], [-1, 0], [0, 1 << 70], [1 << 70] * 2, [0, 0.5]])
+def test_a_tensor_outside_of_its_file_is_refused(offsets, tmp_path):
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        list(stored_tensors(tmp_path))
 
 
 def test_a_tower_of_a_published_checkpoint_has_its_present_names(whole):

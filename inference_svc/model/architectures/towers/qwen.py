@@ -12,7 +12,7 @@ from inference_svc.model.architectures.towers.making import make_tower
 from inference_svc.model.architectures.towers.vit import TOWER, WHERE
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.config.keys import check_keys, names
-from inference_svc.model.config.reader import ConfigReader
+from inference_svc.model.config.reader import MAX_LAYERS, ConfigReader
 from inference_svc.model.description import (
     Activation,
     Block,
@@ -146,7 +146,7 @@ def describe_tower(config: ConfigReader, kind: Kind) -> Decoder:
     out_size = vision.positive(kind.out)
     width, form = vision.positive(kind.width), _form(vision, kind)
     mixer, half = _attention(vision, width), _dense(vision, kind, width)
-    num_layers = vision.positive("depth")
+    num_layers = _num_layers(vision)
     full = _layers(vision, "fullatt_block_indexes") if kind.has_windows else range(num_layers)
     blocks = (
         Block(
@@ -186,9 +186,13 @@ def _form(config: ConfigReader, kind: Kind) -> TileForm:
     return TileForm(0, patch, merge, frames=frames, window=window)
 
 
+def _num_layers(config: ConfigReader) -> int:
+    return config.within("depth", 1, MAX_LAYERS)
+
+
 def _layers(config: ConfigReader, key: str) -> tuple[int, ...]:
     """Returns the layers that a key lists, in order."""
-    value, num_layers = config.get(key), config.positive("depth")
+    value, num_layers = config.get(key), _num_layers(config)
     is_list = isinstance(value, list) and all(type(each) is int for each in value)
     if not is_list or len(set(value)) < len(value):
         raise config.unsupported(key, "must list layers, each once")
