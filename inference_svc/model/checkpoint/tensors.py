@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.checkpoint.files import CONFIG, GGUF, weight_files
+from inference_svc.model.checkpoint.files import CONFIG, GGUF, INDEX, weight_files
 from inference_svc.model.checkpoint.parameters import Parameter, Piece, parameters, unused
 from inference_svc.model.checkpoint.wrapper import Wrapper
 from inference_svc.model.description import Decoder
@@ -126,6 +126,8 @@ def _sources(decoder: Decoder, tensors: list[TextTensor]) -> list[Source]:
     for parameter in parameters(decoder):
         for name, piece in parameter.form(shapes).items():
             matrix = _matrix(modules, piece)
+            if modules is not None and piece.module:
+                _check_format(piece, matrix)
             specs = _specs(name, piece, matrix)
             expected |= dict(specs.values())
             found = {end: by_name[full] for end, (full, _) in specs.items() if full in by_name}
@@ -141,6 +143,16 @@ def _matrix(modules: StoredModules | None, piece: Piece) -> StoredMatrix | None:
     if modules is None or not piece.module:
         return None
     return modules.matrix(piece.module, *piece.sizes, piece.num_experts)
+
+
+def _check_format(piece: Piece, matrix: StoredMatrix | None) -> None:
+    """Raises UnsupportedModel if the files have a weight in another format than their index says,
+    by which the model was described."""
+    if piece.format != (None if matrix is None else matrix.format):
+        raise UnsupportedModel(
+            f"{piece.module} has other tensors in the files than in {INDEX}: are both of one "
+            "checkpoint?"
+        )
 
 
 def _specs(

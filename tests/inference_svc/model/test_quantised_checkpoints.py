@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint.files import INDEX, SINGLE
+from inference_svc.model.checkpoint.tensors import check_tensors
 from inference_svc.model.checkpoint.wrapper import TEXT_ALONE
 from inference_svc.model.description import Experts
 from inference_svc.model.quantised.modules import StoredModules
@@ -79,3 +82,20 @@ def test_a_layer_without_scales_is_plain_whatever_its_size(form, end):
     names += [f"{MODULE}.{end}"]
     with pytest.raises(UnsupportedModel, match="36 inputs"):
         StoredModules(scheme, TEXT_ALONE, {each: each for each in names}).matrix(MODULE, 12, 36)
+
+
+@pytest.mark.parametrize("lies_of", ["quantised", "plain"])
+def test_an_index_of_another_checkpoint_is_refused(lies_of, random_model, save_model):
+    """A description by its names would quantise plain weights, or read bits as plain ones."""
+    folder = save_model(random_model("Llama"))
+    names = {"plain": [*load_file(folder / SINGLE)]}
+    plain = load_file(folder / SINGLE)
+    pack(folder, "int8")
+    names["quantised"] = [*load_file(folder / SINGLE)]
+    if lies_of == "quantised":
+        save_file(plain, folder / SINGLE)
+    (folder / SINGLE).rename(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names[lies_of], "part.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel, match=r"other tensors in the files than in .*index"):
+        check_tensors(folder, load_description(folder))
