@@ -51,9 +51,10 @@ def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None
     for name, (tokens, logits) in by_torch.items():
         own_tokens, own_logits = native[name]
         assert own_tokens == tokens, name or "base"
-        assert relative_rms(own_logits, logits) < 1e-2, name or "base"
-        first, wanted = logits[:1], plain[name][1][:1]
-        assert 1e-3 < relative_rms(first, wanted) < 0.3, name or "base"
+        exact = plain[name][1]
+        further = relative_rms(logits, exact)
+        assert relative_rms(own_logits, logits) < min(1e-2, further / 2), name or "base"
+        assert 1e-3 < relative_rms(logits[:1], exact[:1]) < 0.3, name or "base"
 
 
 @pytest.mark.parametrize("shape", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
