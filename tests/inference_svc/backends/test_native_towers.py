@@ -133,6 +133,34 @@ def test_attention_that_is_divided_has_the_same_bits(
             torch.testing.assert_close(encoding.rows, wanted.rows, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["_attend", "_compute"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_picture_begins_again_where_a_share_or_products_fail(
+    backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs of attention have taken the place of its queries."""
+    make_reader("Qwen2VL", tmp_path)
+    monkeypatch.setattr(decoder, "SHARE_PAIRS", 1)
+    tower, tile = tower_of(tmp_path, backend), Size(8 * PATCH, 8 * PATCH)
+    pixels = torch.randint(0, 256, (*tile, 3), dtype=torch.uint8).numpy().tobytes()
+    whole, encoding = tower.begin(tile, 1), tower.begin(tile, 1)
+    compute(tower, whole, pixels, 1)
+    while tower.order.find(tile, encoding.num_units)[:3] != (1, 0, 1):
+        tower.go_on(encoding, pixels, 1, BASE_SLOT)
+    own = getattr(tower, name)
+
+    def fails_late(*args: Any) -> None:
+        own(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tower, name, fails_late)
+        with pytest.raises(MemoryError):
+            tower.go_on(encoding, pixels, 1000, BASE_SLOT)
+    compute(tower, encoding, pixels, 1)
+    assert torch.equal(encoding.rows, whole.rows)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shares_and_products_are_not_of_one_unit(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
