@@ -201,7 +201,10 @@ def _remedy(spec: TensorSpec) -> str:
     """Returns the words after the dtypes of a tensor that is of another."""
     if spec.dtypes != FLOAT_DTYPES:
         return ""
-    return ": config.json has no quantization_config that covers it; dequantise the weights first"
+    return (
+        ": config.json has no quantization_config that covers it, or the files lack its scales; "
+        "dequantise the weights first"
+    )
 
 
 def _is_ignored(name: str) -> bool:
