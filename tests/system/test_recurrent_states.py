@@ -70,7 +70,8 @@ def test_states_are_counted(hybrid: Services) -> None:
     next(generation)
     running = measured(hybrid)
     assert running["states_used"] == 2
-    assert running["states_stored"] == 3
+    # The prompt's, and more of the answer, which goes on meanwhile.
+    assert 3 <= running["states_stored"] <= CAPACITY - running["states_used"]
     list(generation)
     assert cached_tokens(hybrid, 1) == 96
     assert measured(hybrid)["recomputed_tokens_total"] == 0
