@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +35,6 @@ from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
-from tests.support import forks
 from tests.support.native import native_library
 from tests.support.pictures.models import save_config
 
@@ -291,13 +292,12 @@ built.puller.close()
 
 
 @pytest.mark.processes
-def test_process_takes_its_budget(config: EngineConfig, tmp_path: Path) -> None:
+def test_process_takes_its_budget(config: EngineConfig) -> None:
     fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
     given = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in fields.items()})
-    program = tmp_path / "measure.py"
-    program.write_text(MEASURE)
-    done = forks.run(str(program), given)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, given], capture_output=True, text=True, check=True
+    )
     before, after, memory, limit_bytes = json.loads(done.stdout)
     allocated = {name: capacity for name, (_, capacity) in memory.items()}
     fixed = allocated["weights"] + allocated["kv_pages"] + allocated["arena"]

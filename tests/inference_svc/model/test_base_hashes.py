@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from contract.images.dtypes import DataType
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.architectures import load_description
+from inference_svc.model.checkpoint import base_hashes
 from inference_svc.model.checkpoint.base_hashes import hashing_base
 from inference_svc.model.checkpoint.files import weight_files
+from inference_svc.model.checkpoint.headers import StoredTensor, stored_tensors
 
 VOCAB = 600
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -95,9 +97,21 @@ def test_a_file_that_is_cut_off(random_model, save_model):
     folder = save_model(random_model("Llama"))
     path = folder / "model.safetensors"
     data = path.read_bytes()
-    path.write_bytes(data[:-1])
+    for length in (len(data) - 1, 100):
+        path.write_bytes(data[:length])
+        with pytest.raises(UnsupportedModel, match="cannot be read"):
+            hashes_of(folder)
+
+
+def test_a_file_that_becomes_shorter(random_model, save_model, monkeypatch: pytest.MonkeyPatch):
+    folder = save_model(random_model("Llama"))
+    path = folder / "model.safetensors"
+
+    def found_and_cut_off(model_dir: Path) -> list[tuple[str, StoredTensor]]:
+        found = list(stored_tensors(model_dir))
+        path.write_bytes(path.read_bytes()[:-1])
+        return found
+
+    monkeypatch.setattr(base_hashes, "stored_tensors", found_and_cut_off)
     with pytest.raises(OSError, match="has become shorter"):
-        hashes_of(folder)
-    path.write_bytes(data[:100])
-    with pytest.raises(UnsupportedModel, match="cannot be read"):
         hashes_of(folder)

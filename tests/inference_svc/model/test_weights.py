@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,6 @@ from inference_svc.model.architectures import load_description
 from inference_svc.model.checkpoint.weights import ModelWeights, load_weights
 from inference_svc.model.gguf.expand import expanded
 from inference_svc.model.layers import TorchProjections
-from tests.support import forks
 from tests.support.inference.gguf_files import write_gguf
 
 
@@ -232,23 +233,8 @@ def test_rows_are_read_in_blocks(size, model_dir, monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.fixture
-def measure(tmp_path):
-    """measure(folder, dtype, ...): for each dtype a line with the growth of a process that reads
-    the weights, and with their bytes."""
-    program = tmp_path / "measure.py"
-    program.write_text(MEASURE)
-
-    def measure(*arguments) -> list[str]:
-        done = forks.run(str(program), *map(str, arguments))
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    return measure
-
-
 @pytest.mark.processes
-def test_no_second_copy_in_memory(random_model, save_model, measure):
+def test_no_second_copy_in_memory(random_model, save_model):
     """The peak of a process of its own, mapped pages of the file included."""
     folder = save_model(
         random_model(
@@ -256,14 +242,20 @@ def test_no_second_copy_in_memory(random_model, save_model, measure):
         )
     )
     largest = 4000 * 576 * 4
-    for size, line in zip((0.5, 1), measure(folder, "bfloat16", "float32"), strict=True):
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), "bfloat16", "float32"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for size, line in zip((0.5, 1), done.stdout.splitlines(), strict=True):
         grown, num_bytes = map(int, line.split())
         assert num_bytes > 5 * largest * size
         assert num_bytes * 0.9 < grown < num_bytes + 1.5 * largest
 
 
 @pytest.mark.processes
-def test_blocks_of_a_gguf_file_are_dequantised_little_by_little(random_model, tmp_path, measure):
+def test_blocks_of_a_gguf_file_are_dequantised_little_by_little(random_model, tmp_path):
     """The table would take 82 MB in fp32."""
     model = random_model(
         "Llama",
@@ -275,7 +267,12 @@ def test_blocks_of_a_gguf_file_are_dequantised_little_by_little(random_model, tm
     )
     write_gguf(tmp_path / "model.gguf", "llama", model, {"embed_tokens": "Q6_K"}, {})
     with expanded(tmp_path, has_tokenizer=False) as folder:
-        [line] = measure(folder, "bfloat16")
-    grown, num_bytes = map(int, line.split())
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(folder), "bfloat16"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    grown, num_bytes = map(int, done.stdout.split())
     assert num_bytes > 2 * 80_000 * 256
     assert num_bytes * 0.9 < grown < num_bytes + 40_000_000
