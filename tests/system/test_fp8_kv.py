@@ -20,6 +20,8 @@ KINDS = ("llama", "gpt-oss", "gemma3")
 """With groups of heads, with sinks and windows, and with two shapes of keys and values."""
 OTHERS = ("gemma4", "qwen3_5")
 """Layers that share keys, and recurrent ones."""
+MOST_APART = {"gemma4": 1e-2}
+"""The distance that native kernels may have from torch, where 5e-3 is too little."""
 NUM_TOKENS = 12
 
 Answers = dict[str, tuple[list[int], torch.Tensor]]
@@ -52,8 +54,8 @@ def test_native_kernels_answer_as_torch_does(kind: str, start: Callable) -> None
         own_tokens, own_logits = native[name]
         assert own_tokens == tokens, name or "base"
         exact = plain[name][1]
-        further = relative_rms(logits, exact)
-        assert relative_rms(own_logits, logits) < min(1e-2, further / 2), name or "base"
+        most, further = MOST_APART.get(kind, 5e-3), relative_rms(logits, exact)
+        assert relative_rms(own_logits, logits) < min(most, further / 2), name or "base"
         assert 1e-3 < relative_rms(logits[:1], exact[:1]) < 0.3, name or "base"
 
 

@@ -116,22 +116,23 @@ class StoredModules:
     @cached_property
     def _num_tensors(self) -> Mapping[str, int]:
         """The number of tensors below each path."""
-        paths: Counter[str] = Counter()
-        for name in self.names:
-            end = len(name)
-            while (end := name.rfind(".", 0, end)) > 0:
-                paths[name[:end]] += 1
-        return paths
+        return Counter(path for name in self.names for path in _paths_above(name))
 
     @cached_property
     def _stored_paths(self) -> Mapping[str, str]:
         """The paths of modules as the checkpoint has them."""
-        paths: dict[str, str] = {}
-        for name, stored in self.names.items():
-            end = len(name)
-            while (end := name.rfind(".", 0, end)) > 0:
-                paths[name[:end]] = stored[: len(stored) - (len(name) - end)]
-        return paths
+        return {
+            path: stored[: len(stored) - (len(name) - len(path))]
+            for name, stored in self.names.items()
+            for path in _paths_above(name)
+        }
+
+
+def _paths_above(name: str) -> Iterator[str]:
+    """Yields the paths of the modules that a tensor is in, the innermost first."""
+    end = len(name)
+    while (end := name.rfind(".", 0, end)) > 0:
+        yield name[:end]
 
 
 def tensor_name(module: str, end: str) -> str:

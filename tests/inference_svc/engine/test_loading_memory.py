@@ -24,7 +24,7 @@ from tests.support.pairs import by_path
 TOLERANCE, TOLERANCE_OF_STATES = 0.03, 0.02
 """States are allocated as they are counted; the weights of native kernels may take a huge page more
 for each 256 MiB."""
-COPIES_BYTES = 56 << 20
+COPIES_BYTES = {"native": 40 << 20, "torch": 56 << 20}
 """Copies of rows that are quantised at once, in torch about six of a matrix in fp32, and a part of
 a huge page for each 256 MiB."""
 TEXT: dict[str, Any] = {
@@ -175,7 +175,7 @@ def test_quantising_takes_what_was_said(saved: Saved, path: str, tmp_path: Path)
     said, own_bytes, _ = measured(saved, path, "int4", tmp_path)
     said_bytes = sum(said.values())
     assert said_bytes < 0.6 * saved.text_bytes
-    assert own_bytes <= said_bytes + COPIES_BYTES
+    assert own_bytes <= said_bytes + COPIES_BYTES[path]
 
 
 def measured(
